@@ -1,0 +1,1 @@
+"""Benchmarks: run as ``python -m benchmarks.<name> --help`` from the root of the checkout."""

@@ -1,0 +1,466 @@
+"""The tiered prefix cache: what a scheduler asks for, in terms of the tree, tickets and the tick.
+
+    match -> (load) -> lock -> insert -> unlock        a request's life
+    evict                                              before an allocation
+    flush_backups, start_loads, tick                   once per scheduler step
+
+The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
+applied in ``tick`` only. Two calls wait for bytes instead, and apply what they waited for: ``evict``, when
+it cannot free enough otherwise, and ``reset``. Both wait for every copy that is in flight, so all TP ranks
+apply the same without talking to each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from hicache_ext.core.host_pages import HostPages
+from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.residency import Residency, Tier
+from hicache_ext.core.tick import CompletionQueue, Reduce, agree
+from hicache_ext.core.tickets import Kind, Ticket, TicketBook
+from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
+
+ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
+
+
+class WritePolicy(StrEnum):
+    WRITE_THROUGH = "write-through"
+    """Pages are copied to the host in the background as soon as they are computed."""
+    WRITE_BACK = "write-back"
+    """Pages are copied to the host when they are evicted from the device; the eviction waits for it."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_size: int
+    host_pages: int
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    evict_granule: int = 512
+    """Tokens: a longer victim is cut, so that an eviction frees what is needed and not a whole prompt."""
+    backup_limit: int = 1 << 16
+    """Tokens whose backup is submitted at most per step."""
+    tick_limit: int = 64
+    """Completions applied at most per queue and tick."""
+
+
+class DevicePool(Protocol):
+    """The engine's allocator of device KV slots."""
+
+    def available(self) -> int:
+        """Tokens that ``alloc`` can serve now."""
+        ...
+
+    def alloc(self, tokens: int) -> Slots | None:
+        """Slots of whole pages, page by page contiguous; None if there are not enough."""
+        ...
+
+    def free(self, slots: Slots) -> None:
+        """Slots of whole pages; they can be allocated again when this returns."""
+        ...
+
+
+class Transfers(Protocol):
+    """Moves pages; each direction is first in, first out and has its own completions.
+
+    A backup reads its slots as of all forward passes launched before it. A load may be read by any forward
+    pass that was launched after it and waited for it.
+    """
+
+    backups: CompletionQueue
+    loads: CompletionQueue
+
+    def backup(self, seq: int, slots: list[Slots], pages: np.ndarray) -> None:
+        """Start copying device pages to host pages."""
+        ...
+
+    def load(self, seq: int, pages: np.ndarray, slots: list[Slots]) -> None:
+        """Start copying host pages to device pages."""
+        ...
+
+    def poll(self) -> None:
+        """Post what has completed."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until every copy has ended and is posted."""
+        ...
+
+
+@dataclass
+class Stats:
+    """Counters since start; tokens unless the name says otherwise."""
+
+    hit_device: int = 0
+    hit_host: int = 0
+    computed: int = 0
+    backed_up: int = 0
+    loaded: int = 0
+    evicted_device: int = 0
+    evicted_lost: int = 0
+    """Evicted from the device while on no other tier."""
+    evicted_host: int = 0
+    backup_declined: int = 0
+    """Not backed up because the host pool had no page to spare."""
+    backup_failed: int = 0
+    load_declined: int = 0
+    """On the host, but the device pool had no room to load it."""
+    ticks: int = 0
+    evict_waits: int = 0
+    """Evictions that had to wait for copies in flight."""
+    resets: int = 0
+
+
+@dataclass
+class _Doom:
+    """A backup failed: it and the backups behind it, which may be its descendants, roll back together."""
+
+    last_seq: int
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class TieredCache:
+    def __init__(
+        self,
+        config: CacheConfig,
+        policy: EvictionPolicy,
+        device: DevicePool,
+        transfers: Transfers,
+        *,
+        namespace: bytes = b"",
+        own: Callable[[Slots], Slots] = lambda run: run.copy(),
+        reduce: Reduce | None = None,
+    ) -> None:
+        """``reduce`` is None with a single TP rank; see ``tick.agree``."""
+        self.config = config
+        self.device = device
+        self.transfers = transfers
+        self.reduce = reduce
+        self.host_pages = HostPages(config.host_pages)
+        self.tree = TieredRadixTree(config.page_size, policy, namespace=namespace, own=own)
+        self.tickets = TicketBook(self.tree)
+        self.stats = Stats()
+        self._dirty: deque[Node] = deque()
+        self._applied = {Kind.BACKUP: 0, Kind.LOAD: 0}
+        self._queued_loads: list[Ticket] = []
+        self._doom: _Doom | None = None
+
+    # A request's life
+
+    def match(self, scope: PrefixScope, tokens: np.ndarray, *, touch: bool = True) -> Match:
+        return self.tree.match(scope, tokens, touch=touch)
+
+    def lock(self, node: Node) -> None:
+        self.tree.lock(node, Tier.DEVICE)
+
+    def unlock(self, node: Node) -> None:
+        self.tree.unlock(node, Tier.DEVICE)
+
+    def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
+        """Publish computed pages; see ``TieredRadixTree.insert``. Queues their backup."""
+        result = self.tree.insert(scope, tokens, slots)
+        for node in result.added:
+            self.stats.computed += len(node)
+            self._mark_dirty(node)
+        return result
+
+    def load(self, node: Node) -> int:
+        """Reserve device pages for the host-only part of the path to ``node`` and queue the copy.
+
+        All or nothing: returns the tokens that will be on the device, 0 if there was no room. The copy
+        starts with ``start_loads``; whoever reads the pages waits for it there.
+        """
+        nodes = []
+        for member in self.tree.path(node):
+            if member.device is not ABSENT:
+                break
+            nodes.append(member)
+        nodes.reverse()
+        tokens = sum(len(n) for n in nodes)
+        if not nodes:
+            return 0
+        above = nodes[0].parent
+        assert above is not None
+        # Both ends stay while room is made: evicting may drop host pages and unlocked device pages.
+        self.tree.lock(node, Tier.HOST)
+        self.tree.lock(above, Tier.DEVICE)
+        self.evict(tokens - self.device.available())
+        slots = self.device.alloc(tokens)
+        if slots is not None:
+            start = 0
+            for member in nodes:
+                self.tree.set_device(member, PENDING, self.tree.own(slots[start : start + len(member)]))
+                start += len(member)
+            self._queued_loads.append(self.tickets.begin(Kind.LOAD, nodes, [node]))
+        else:
+            self.stats.load_declined += tokens
+        self.tree.unlock(above, Tier.DEVICE)
+        self.tree.unlock(node, Tier.HOST)
+        return tokens if slots is not None else 0
+
+    def want(self, rid: str, scope: PrefixScope, tokens: np.ndarray) -> Match:
+        """A request entered the queue: what it has matched is not evicted before what nobody waits for."""
+        match = self.tree.match(scope, tokens, touch=False)
+        self.tree.want(rid, match.host_node)
+        return match
+
+    def unwant(self, rid: str) -> None:
+        self.tree.unwant(rid)
+
+    # Space
+
+    def evict(self, tokens: int) -> int:
+        """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
+        freed = 0
+        waited = False
+        while freed < tokens:
+            victims = self._victims(tokens - freed)
+            if not victims:
+                if waited or not self.tickets.open[Kind.BACKUP]:
+                    break
+                # What is left is locked by copies in flight, or by requests; only the former will end.
+                self.stats.evict_waits += 1
+                self._settle_backups()
+                waited = True
+                continue
+            if self.config.write_policy is WritePolicy.WRITE_BACK:
+                self._write_back([v for v in victims if v.host is ABSENT])
+            for victim in victims:
+                freed += len(victim)
+                self._drop_device(victim)
+        return freed
+
+    def evict_host(self, pages: int) -> int:
+        """Free at least ``pages`` host pages if possible; returns how many were freed."""
+        freed = 0
+        step = max(self.config.evict_granule // self.config.page_size, 1)
+        while freed < pages:
+            node = self.tree.candidates[Tier.HOST].pop()
+            if node is None:
+                break
+            node = self._tail(node, max(pages - freed, step) * self.config.page_size, Tier.HOST)
+            freed += len(node) // self.config.page_size
+            self._drop_host(node)
+        return freed
+
+    # Once per step
+
+    def flush_backups(self) -> None:
+        """Write-through: submit the backup of what was inserted since, parents before children."""
+        if not self._dirty or self._doom is not None:
+            return
+        nodes: list[Node] = []
+        budget = self.config.backup_limit
+        while self._dirty and budget > 0:
+            node = self._dirty.popleft()
+            node.backup_queued = False
+            if node.parent is not None and node.device is READY and node.host is ABSENT:
+                chain = self._reserve_host(node)
+                nodes += chain
+                budget -= sum(len(n) for n in chain)
+        self._submit_backup(nodes)
+
+    def start_loads(self) -> int:
+        """Start the queued loads; returns the load that a batch built now has to wait for, or -1."""
+        for ticket in self._queued_loads:
+            pages = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
+            self.transfers.load(ticket.seq, pages, [n.slots for n in ticket.nodes])
+        self._queued_loads.clear()
+        started = self.tickets.last_seq(Kind.LOAD)
+        return started if started > self.transfers.loads.done() else -1
+
+    def tick(self) -> None:
+        """Apply what transfers have achieved, the same on every rank; see ``tick.agree``."""
+        self.tree.clock += 1
+        self.stats.ticks += 1
+        self.transfers.poll()
+        backups, loads = agree(
+            [
+                (self.transfers.backups, self._applied[Kind.BACKUP]),
+                (self.transfers.loads, self._applied[Kind.LOAD]),
+            ],
+            self.config.tick_limit,
+            self.reduce,
+        )
+        self._apply_backups(backups.upto, backups.failed)
+        self._apply_loads(loads.upto, loads.failed)
+
+    def drain(self) -> None:
+        """Wait for every copy in flight; what they achieved is applied by the next tick."""
+        self.start_loads()
+        self.transfers.drain()
+
+    def reset(self) -> None:
+        """Forget everything. Waits for copies in flight; frees no device slot: the engine clears its pool."""
+        self._queued_loads.clear()
+        self.transfers.drain()
+        for kind, queue in ((Kind.BACKUP, self.transfers.backups), (Kind.LOAD, self.transfers.loads)):
+            for seq in range(queue.done() + 1, self.tickets.last_seq(kind) + 1):
+                queue.post(seq, ok=False)
+            self._applied[kind] = self.tickets.last_seq(kind)
+        self.tickets.disown()
+        self.tree.clear()
+        self.host_pages.clear()
+        self._dirty.clear()
+        self._doom = None
+        self.stats.resets += 1
+
+    # Inspection
+
+    def pending(self) -> bool:
+        """Whether any transfer or backup is outstanding."""
+        return bool(len(self.tickets) or self._dirty)
+
+    def check(self) -> None:
+        """Assert every invariant: the tree's, the tickets', and that host pages are owned exactly once."""
+        self.tree.check()
+        self.tickets.check()
+        owned = [n.pages for n in self.tree.walk() if n.pages is not None]
+        pages = np.concatenate([*owned, self.host_pages.free_pages()])
+        assert len(pages) == self.host_pages.total, (len(pages), self.host_pages.total)
+        assert len(np.unique(pages)) == len(pages), "a host page has two owners"
+        assert self.host_pages.used * self.config.page_size == self.tree.host_tokens
+
+    # Internals
+
+    def _mark_dirty(self, node: Node) -> None:
+        if self.config.write_policy is not WritePolicy.WRITE_THROUGH:
+            return
+        if node.host is ABSENT and not node.backup_queued:
+            node.backup_queued = True
+            self._dirty.append(node)
+
+    def _reserve_host(self, node: Node) -> list[Node]:
+        """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go."""
+        chain = []
+        for member in self.tree.path(node):
+            if member.host is not ABSENT:
+                break
+            chain.append(member)
+        reserved: list[Node] = []
+        # The copy is of no use without the pages above it: they must survive making room for it.
+        above = chain[-1].parent if chain else None
+        if above is not None and above.parent is not None:
+            self.tree.lock(above, Tier.HOST)
+        for member in reversed(chain):
+            count = len(member) // self.config.page_size
+            pages = self.host_pages.alloc(count)
+            if pages is None:
+                self.evict_host(count - self.host_pages.free)
+                pages = self.host_pages.alloc(count)
+            if pages is None:
+                self.stats.backup_declined += len(member)
+                break
+            self.tree.set_host(member, PENDING, pages)
+            reserved.append(member)
+        if above is not None and above.parent is not None:
+            self.tree.unlock(above, Tier.HOST)
+        return reserved
+
+    def _submit_backup(self, nodes: list[Node]) -> Ticket | None:
+        if not nodes:
+            return None
+        ticket = self.tickets.begin(Kind.BACKUP, nodes, nodes)
+        pages = np.concatenate([n.pages for n in nodes if n.pages is not None])
+        self.transfers.backup(ticket.seq, [n.slots for n in nodes], pages)
+        return ticket
+
+    def _write_back(self, victims: list[Node]) -> None:
+        if not victims or self._doom is not None:
+            return
+        nodes: list[Node] = []
+        for victim in victims:
+            if victim.host is ABSENT:
+                nodes += self._reserve_host(victim)
+        if self._submit_backup(nodes) is not None:
+            self._settle_backups()
+
+    def _settle_backups(self) -> None:
+        """Wait for all backups and apply them here and now; every rank does so in the same call."""
+        self.transfers.drain()
+        failed = self.transfers.backups.first_failure(self._applied[Kind.BACKUP])
+        if failed is not None and self.reduce is not None:
+            raise RuntimeError(f"backup {failed} failed on this rank while all ranks waited for it")
+        last = self.tickets.last_seq(Kind.BACKUP)
+        while self._applied[Kind.BACKUP] < last:
+            failed = self.transfers.backups.first_failure(self._applied[Kind.BACKUP])
+            self._apply_backups(failed or last, failed)
+
+    def _apply_backups(self, upto: int, failed: int | None) -> None:
+        for seq in range(self._applied[Kind.BACKUP] + 1, upto + 1):
+            ticket = self.tickets.open[Kind.BACKUP][seq]
+            if seq == failed and self._doom is None:
+                self._doom = _Doom(self.tickets.last_seq(Kind.BACKUP))
+            if self._doom is None:
+                self.tickets.commit(ticket)
+                self.stats.backed_up += ticket.tokens
+                continue
+            self._doom.tickets.append(ticket)
+            if seq == self._doom.last_seq:
+                self._roll_back(self._doom.tickets)
+                self._doom = None
+        self._applied[Kind.BACKUP] = max(self._applied[Kind.BACKUP], upto)
+
+    def _roll_back(self, tickets: list[Ticket]) -> None:
+        for ticket in reversed(tickets):
+            self.stats.backup_failed += ticket.tokens
+            self.tickets.rollback(ticket)
+            for node in reversed(ticket.nodes):
+                self._release_host(node)
+
+    def _apply_loads(self, upto: int, failed: int | None) -> None:
+        if failed is not None:
+            # Requests may already compute on these pages: nothing but stopping is never wrong.
+            raise RuntimeError(f"load {failed} from host to device failed; the pages' content is unknown")
+        for seq in range(self._applied[Kind.LOAD] + 1, upto + 1):
+            ticket = self.tickets.open[Kind.LOAD][seq]
+            self.tickets.commit(ticket)
+            self.stats.loaded += ticket.tokens
+        self._applied[Kind.LOAD] = max(self._applied[Kind.LOAD], upto)
+
+    def _victims(self, tokens: int) -> list[Node]:
+        """Device candidates of lowest rank, enough for ``tokens`` if there are; the last one is cut."""
+        victims: list[Node] = []
+        while tokens > 0 and (node := self.tree.candidates[Tier.DEVICE].pop()) is not None:
+            victim = self._tail(node, max(tokens, self.config.evict_granule), Tier.DEVICE)
+            victims.append(victim)
+            tokens -= len(victim)
+            if self.config.write_policy is WritePolicy.WRITE_THROUGH:
+                break
+        return victims
+
+    def _tail(self, node: Node, tokens: int, tier: Tier) -> Node:
+        """The last ``tokens`` of a popped candidate, rounded up to pages, cut off if the node is longer."""
+        page = self.config.page_size
+        keep = len(node) - -(-tokens // page) * page
+        if keep > 0:
+            self.tree.split(node, keep)
+        return node
+
+    def _drop_device(self, node: Node) -> None:
+        slots, tokens = node.slots, len(node)
+        self.tree.set_device(node, ABSENT)
+        self.device.free(slots)
+        self.stats.evicted_device += tokens
+        if node.host is ABSENT:
+            self.stats.evicted_lost += tokens
+            self.tree.prune(node)
+
+    def _drop_host(self, node: Node) -> None:
+        self.stats.evicted_host += len(node)
+        self._release_host(node)
+        if node.device is ABSENT:
+            self.tree.prune(node)
+
+    def _release_host(self, node: Node) -> None:
+        pages = node.pages
+        assert pages is not None
+        self.tree.set_host(node, ABSENT)
+        self.host_pages.release(pages)

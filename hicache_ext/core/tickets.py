@@ -1,0 +1,124 @@
+"""Tickets: the only owners of space and locks of a transfer in flight.
+
+Every transfer has one ticket. It is opened with its space reserved and both ends locked, and it ends
+exactly once: ``commit`` (the bytes have arrived) or ``rollback`` (they have not and never will).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hicache_ext.core.residency import Residency, Tier
+from hicache_ext.core.tree import Node, TieredRadixTree
+
+
+class Kind(Enum):
+    BACKUP = auto()
+    """Device to host: the nodes' host residency is PENDING, their device pages are locked."""
+    LOAD = auto()
+    """Host to device: the nodes' device residency is PENDING, both ends are locked."""
+
+
+class State(Enum):
+    OPEN = auto()
+    COMMITTED = auto()
+    ROLLED_BACK = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """``nodes`` change residency when it ends, parents before children; ``anchors`` carry its locks."""
+
+    kind: Kind
+    seq: int
+    nodes: list[Node]
+    anchors: list[Node]
+    state: State = State.OPEN
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(len(n) for n in self.nodes)
+
+
+class TicketError(AssertionError):
+    """A ticket was ended twice."""
+
+
+class TicketBook:
+    """Opens and ends tickets; sequence numbers count up from 1 in each direction."""
+
+    def __init__(self, tree: TieredRadixTree) -> None:
+        self._tree = tree
+        self.open: dict[Kind, dict[int, Ticket]] = {Kind.BACKUP: {}, Kind.LOAD: {}}
+        self._last_seq = {Kind.BACKUP: 0, Kind.LOAD: 0}
+
+    def __len__(self) -> int:
+        return sum(len(tickets) for tickets in self.open.values())
+
+    def last_seq(self, kind: Kind) -> int:
+        return self._last_seq[kind]
+
+    def begin(self, kind: Kind, nodes: list[Node], anchors: list[Node]) -> Ticket:
+        """Open a ticket over nodes whose receiving side is already PENDING, and lock both ends."""
+        self._last_seq[kind] += 1
+        ticket = Ticket(kind, self._last_seq[kind], list(nodes), list(anchors))
+        for node in nodes:
+            node.tickets.append(ticket)
+        for node in anchors:
+            self._tree.lock(node, Tier.DEVICE)
+            if kind is Kind.LOAD:
+                self._tree.lock(node, Tier.HOST)
+        self.open[kind][ticket.seq] = ticket
+        return ticket
+
+    def commit(self, ticket: Ticket) -> None:
+        """The bytes are there: PENDING becomes READY, the locks go."""
+        self._end(ticket, State.COMMITTED)
+        for node in ticket.nodes:
+            if ticket.kind is Kind.BACKUP:
+                self._tree.set_host(node, Residency.READY)
+            else:
+                self._tree.set_device(node, Residency.READY)
+        self._unlock(ticket)
+
+    def rollback(self, ticket: Ticket) -> None:
+        """The bytes are not there; the caller frees what the nodes' receiving side held."""
+        self._end(ticket, State.ROLLED_BACK)
+        self._unlock(ticket)
+
+    def disown(self) -> None:
+        """End every open ticket without touching the tree; for a reset, once no copy is in flight."""
+        for tickets in self.open.values():
+            for ticket in tickets.values():
+                ticket.state = State.ROLLED_BACK
+            tickets.clear()
+
+    def check(self) -> None:
+        """Assert that PENDING and open tickets say the same."""
+        pending: dict[Kind, set[int]] = {Kind.BACKUP: set(), Kind.LOAD: set()}
+        for kind, tickets in self.open.items():
+            for seq, ticket in tickets.items():
+                assert ticket.state is State.OPEN and ticket.seq == seq and ticket.kind is kind
+                for node in ticket.nodes:
+                    assert ticket in node.tickets
+                    assert node.device_locks > 0, f"{node} is in flight without a device lock"
+                    assert kind is not Kind.LOAD or node.host_locks > 0, node
+                    pending[kind].add(node.id)
+        for node in self._tree.walk():
+            assert (node.host is Residency.PENDING) == (node.id in pending[Kind.BACKUP]), node
+            assert (node.device is Residency.PENDING) == (node.id in pending[Kind.LOAD]), node
+
+    def _end(self, ticket: Ticket, state: State) -> None:
+        if ticket.state is not State.OPEN:
+            raise TicketError(f"ticket {ticket.kind.name} {ticket.seq} is already {ticket.state.name}")
+        ticket.state = state
+        del self.open[ticket.kind][ticket.seq]
+        for node in ticket.nodes:
+            node.tickets.remove(ticket)
+
+    def _unlock(self, ticket: Ticket) -> None:
+        for node in ticket.anchors:
+            self._tree.unlock(node, Tier.DEVICE)
+            if ticket.kind is Kind.LOAD:
+                self._tree.unlock(node, Tier.HOST)

@@ -1,0 +1,437 @@
+"""A radix tree over page-aligned token runs, with residency per tier.
+
+A node is a run of pages. Each tier says of it ABSENT, PENDING (space reserved, transfer under way) or
+READY. The tree moves no bytes and allocates nothing: it records where pages are and who needs them.
+
+Invariants, asserted by ``check()``:
+
+ 1. Links: every child is filed under its first page (and, below the root, its scope); no node is empty;
+    run lengths are multiples of the page size.
+ 2. Residency: every node but the root is resident somewhere.
+ 3. Closure: if a node is on the device, so is its parent; if a node is on the host, so is its parent.
+ 4. Locks cover the path to the root: a node has at least as many locks in a tier as its children together,
+    and a locked node is resident in that tier. PENDING nodes are locked.
+ 5. Sizes: evictable + protected = tokens on the device, evictable = those without a device lock.
+ 6. Eviction candidates of a tier are exactly its unlocked READY nodes without resident children.
+ 7. Waiters of a node = the queued requests whose match ends at or below it.
+
+A split keeps the caller's node object as the deeper half, so every handle stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicache_ext.core.page import PrefixScope, page_identities, root_salt
+from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.policy.index import EvictionIndex
+from hicache_ext.core.residency import Residency, Tier
+
+if TYPE_CHECKING:
+    from hicache_ext.core.tickets import Ticket
+
+ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
+
+Slots = Any
+"""Device KV slots of a token run, one per token: an int64 numpy array or torch tensor."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of pages. ``tokens`` is int64; ``pages`` holds one host page number per page."""
+
+    id: int
+    parent: Node | None
+    scope: PrefixScope
+    tokens: np.ndarray
+    stamp: int = 0
+    children: dict[Hashable, Node] = field(default_factory=dict)
+    identities: list[bytes] | None = None
+
+    device: Residency = ABSENT
+    slots: Slots = None
+    device_locks: int = 0
+    device_children: int = 0
+
+    host: Residency = ABSENT
+    pages: np.ndarray | None = None
+    host_locks: int = 0
+    host_children: int = 0
+
+    waiters: int = 0
+    waiting: set[str] = field(default_factory=set)
+    tickets: list[Ticket] = field(default_factory=list)
+    backup_queued: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Node({self.id}, {len(self)} tokens, device={self.device.name}/{self.device_locks}, "
+            f"host={self.host.name}/{self.host_locks}, waiters={self.waiters}, stamp={self.stamp})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix: ``device_len`` tokens on the device, then ``host_len`` on the host only."""
+
+    device_len: int
+    host_len: int
+    device_node: Node
+    host_node: Node
+    """The deepest node of the match; equal to ``device_node`` if ``host_len`` is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """``matched`` tokens were on the device before; ``added`` nodes took over the caller's slots."""
+
+    matched: int
+    node: Node
+    added: list[Node]
+
+
+class TieredRadixTree:
+    """See the module docstring. All token arguments are int64 numpy arrays; lengths are tokens."""
+
+    def __init__(
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        *,
+        namespace: bytes = b"",
+        own: Callable[[Slots], Slots] = lambda run: run.copy(),
+    ) -> None:
+        """``own`` copies a slice of slots, so that a small run does not keep a large buffer alive."""
+        self.page_size = page_size
+        self.namespace = namespace
+        self.own = own
+        self.candidates = {
+            Tier.DEVICE: EvictionIndex(policy.device_rank),
+            Tier.HOST: EvictionIndex(policy.host_rank),
+        }
+        self.clock = 0
+        self._next_id = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every node. Frees nothing: the caller resets the pools."""
+        self.root = Node(self._new_id(), None, PrefixScope(), np.empty(0, np.int64))
+        self.root.device = self.root.host = READY
+        self.waiting: dict[str, Node] = {}
+        self.evictable_tokens = 0
+        self.protected_tokens = 0
+        self.host_tokens = 0
+        self.nodes = 0
+        for index in self.candidates.values():
+            index.clear()
+
+    # Lookup and growth
+
+    def match(self, scope: PrefixScope, tokens: np.ndarray, *, touch: bool = True) -> Match:
+        """The longest cached prefix of ``tokens``, cut to whole pages; splits a node it ends inside of.
+
+        Takes no lock: the nodes are valid until the next eviction.
+        """
+        node = self.root
+        device_node, device_len, pos = node, 0, 0
+        end = self._whole_pages(len(tokens))
+        while pos < end:
+            child = node.children.get(self._key(node, scope, tokens, pos))
+            if child is None or (child.device is ABSENT and child.host is not READY):
+                break
+            common = self._common(child.tokens, tokens[pos:end])
+            if common < len(child):
+                child = self.split(child, common)
+            if touch:
+                child.stamp = self.clock
+            node = child
+            pos += common
+            if child.device is not ABSENT:
+                device_node, device_len = child, pos
+        return Match(device_len, pos - device_len, device_node, node)
+
+    def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
+        """Put ``tokens`` (whole pages) on the device; slots past ``matched`` now belong to the tree.
+
+        The device-resident part keeps its own slots: the caller frees its duplicates ``[0, matched)``.
+        """
+        assert len(tokens) % self.page_size == 0 and len(slots) >= len(tokens)
+        node, pos, matched, end = self.root, 0, 0, len(tokens)
+        added: list[Node] = []
+        while pos < end:
+            key = self._key(node, scope, tokens, pos)
+            child = node.children.get(key)
+            if child is None:
+                child = Node(self._new_id(), node, scope, tokens[pos:].copy())
+                node.children[key] = child
+                self.nodes += 1
+                common = end - pos
+            else:
+                common = self._common(child.tokens, tokens[pos:end])
+                if common < len(child):
+                    child = self.split(child, common)
+            if child.device is ABSENT:
+                self.set_device(child, READY, self.own(slots[pos : pos + common]))
+                added.append(child)
+            else:
+                matched = pos + common
+            child.stamp = self.clock
+            node = child
+            pos += common
+        return Insertion(matched, node, added)
+
+    def split(self, node: Node, length: int) -> Node:
+        """Cut ``node`` after ``length`` tokens; returns the new upper half, ``node`` becomes the lower."""
+        assert 0 < length < len(node) and length % self.page_size == 0
+        parent = node.parent
+        assert parent is not None
+        upper = Node(self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp)
+        pages = length // self.page_size
+        key = self._key(parent, node.scope, node.tokens, 0)
+        if node.identities is not None:
+            upper.identities, node.identities = node.identities[:pages], node.identities[pages:]
+        if node.device is not ABSENT:
+            upper.slots, node.slots = self.own(node.slots[:length]), self.own(node.slots[length:])
+            upper.device_children = 1
+        if node.host is not ABSENT:
+            assert node.pages is not None
+            upper.pages, node.pages = node.pages[:pages].copy(), node.pages[pages:].copy()
+            upper.host_children = 1
+        upper.device, upper.host = node.device, node.host
+        upper.device_locks, upper.host_locks = node.device_locks, node.host_locks
+        upper.waiters = node.waiters
+        for ticket in node.tickets:
+            ticket.nodes.insert(ticket.nodes.index(node), upper)
+            upper.tickets.append(ticket)
+        node.tokens = node.tokens[length:].copy()
+        parent.children[key] = upper
+        node.parent = upper
+        upper.children[self._key(upper, node.scope, node.tokens, 0)] = node
+        self.nodes += 1
+        return upper
+
+    def identities(self, node: Node) -> list[bytes]:
+        """Page identities of the node's run, computed once; hashes its ancestors' runs if need be."""
+        for member in reversed([n for n in self.path(node) if n.identities is None]):
+            above = member.parent
+            assert above is not None
+            parent = above.identities[-1] if above.identities else root_salt(self.namespace, member.scope)
+            member.identities = page_identities(parent, member.tokens, self.page_size)
+        return node.identities or []
+
+    def path(self, node: Node) -> Iterator[Node]:
+        """From ``node`` up to the last node below the root."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    # Residency
+
+    def set_device(self, node: Node, state: Residency, slots: Slots = None) -> None:
+        """Change a node's device residency; ``slots`` are given when it becomes resident."""
+        was = node.device
+        node.device = state
+        assert node.parent is not None
+        if was is ABSENT and state is not ABSENT:
+            assert len(slots) == len(node)
+            node.slots = slots
+            node.parent.device_children += 1
+            self.evictable_tokens += len(node)
+            self._reconsider(node.parent, Tier.DEVICE)
+        elif was is not ABSENT and state is ABSENT:
+            assert node.device_locks == 0 and node.device_children == 0
+            node.slots = None
+            node.parent.device_children -= 1
+            self.evictable_tokens -= len(node)
+            self._reconsider(node.parent, Tier.DEVICE)
+        self._reconsider(node, Tier.DEVICE)
+        self._reconsider(node, Tier.HOST)
+
+    def set_host(self, node: Node, state: Residency, pages: np.ndarray | None = None) -> None:
+        """Change a node's host residency; ``pages`` are given when it becomes resident."""
+        was = node.host
+        node.host = state
+        assert node.parent is not None
+        if was is ABSENT and state is not ABSENT:
+            assert pages is not None and len(pages) * self.page_size == len(node)
+            node.pages = pages
+            node.parent.host_children += 1
+            self.host_tokens += len(node)
+            self._reconsider(node.parent, Tier.HOST)
+        elif was is not ABSENT and state is ABSENT:
+            assert node.host_locks == 0
+            node.pages = None
+            node.parent.host_children -= 1
+            self.host_tokens -= len(node)
+            self._reconsider(node.parent, Tier.HOST)
+        self._reconsider(node, Tier.HOST)
+        self._reconsider(node, Tier.DEVICE)
+
+    def prune(self, node: Node) -> None:
+        """Take a node that is resident nowhere out of the tree; those who wait for it wait for its parent."""
+        parent = node.parent
+        assert parent is not None and not node.children and node.device is ABSENT and node.host is ABSENT
+        del parent.children[self._key(parent, node.scope, node.tokens, 0)]
+        for rid in node.waiting:
+            self.waiting[rid] = parent
+            if parent is not self.root:
+                parent.waiting.add(rid)
+            else:
+                del self.waiting[rid]
+        node.parent = None
+        node.waiting.clear()
+        node.waiters = 0
+        self.nodes -= 1
+        for index in self.candidates.values():
+            index.discard(node)
+
+    # Locks
+
+    def lock(self, node: Node, tier: Tier) -> None:
+        """Keep the path root..node in ``tier`` until the matching ``unlock``."""
+        if tier is Tier.DEVICE:
+            for member in self.path(node):
+                assert member.device is not ABSENT, member
+                if member.device_locks == 0:
+                    self.evictable_tokens -= len(member)
+                    self.protected_tokens += len(member)
+                member.device_locks += 1
+                self.candidates[tier].discard(member)
+        else:
+            for member in self.path(node):
+                assert member.host is not ABSENT, member
+                member.host_locks += 1
+                self.candidates[tier].discard(member)
+
+    def unlock(self, node: Node, tier: Tier) -> None:
+        for member in self.path(node):
+            if tier is Tier.DEVICE:
+                assert member.device_locks > 0, member
+                member.device_locks -= 1
+                if member.device_locks == 0:
+                    self.evictable_tokens += len(member)
+                    self.protected_tokens -= len(member)
+            else:
+                assert member.host_locks > 0, member
+                member.host_locks -= 1
+            self._reconsider(member, tier)
+
+    # The waiting queue
+
+    def want(self, rid: str, node: Node) -> None:
+        """Queued request ``rid`` has matched up to ``node``; replaces what it waited for before."""
+        self.unwant(rid)
+        if node is self.root:
+            return
+        self.waiting[rid] = node
+        node.waiting.add(rid)
+        for member in self.path(node):
+            member.waiters += 1
+
+    def unwant(self, rid: str) -> None:
+        """Forget a queued request; unknown ids are ignored."""
+        node = self.waiting.pop(rid, None)
+        if node is None:
+            return
+        node.waiting.discard(rid)
+        for member in self.path(node):
+            member.waiters -= 1
+            if member.waiters == 0:
+                for tier, index in self.candidates.items():
+                    if member in index:
+                        self._reconsider(member, tier)
+
+    # Inspection
+
+    def walk(self) -> Iterator[Node]:
+        """Every node below the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Assert the invariants of the module docstring; O(nodes)."""
+        evictable = protected = host = count = 0
+        waiters: dict[int, int] = {}
+        for rid, node in self.waiting.items():
+            assert rid in node.waiting, (rid, node)
+            for member in self.path(node):
+                waiters[member.id] = waiters.get(member.id, 0) + 1
+        for node in self.walk():
+            count += 1
+            parent = node.parent
+            assert parent is not None
+            assert len(node) > 0 and len(node) % self.page_size == 0, node
+            assert parent.children[self._key(parent, node.scope, node.tokens, 0)] is node, node
+            assert node.device is not ABSENT or node.host is not ABSENT, f"{node} is nowhere"
+            if node.device is not ABSENT:
+                assert parent.device is not ABSENT, f"device closure broken at {node}"
+                assert len(node.slots) == len(node), node
+                if node.device_locks:
+                    protected += len(node)
+                else:
+                    evictable += len(node)
+                    assert node.device is READY, f"{node} is pending and unlocked"
+            else:
+                assert node.slots is None and node.device_locks == 0, node
+            if node.host is not ABSENT:
+                assert parent.host is not ABSENT, f"host closure broken at {node}"
+                assert node.pages is not None and len(node.pages) * self.page_size == len(node), node
+                assert node.host is READY or node.tickets, f"{node} is pending without a ticket"
+                host += len(node)
+            else:
+                assert node.pages is None and node.host_locks == 0, node
+            kids = node.children.values()
+            assert node.device_children == sum(c.device is not ABSENT for c in kids), node
+            assert node.host_children == sum(c.host is not ABSENT for c in kids), node
+            assert node.device_locks >= sum(c.device_locks for c in kids), node
+            assert node.host_locks >= sum(c.host_locks for c in kids), node
+            assert node.waiters == waiters.get(node.id, 0), node
+            for tier, index in self.candidates.items():
+                assert (node in index) == self._is_candidate(node, tier), (tier, node)
+        assert (evictable, protected) == (self.evictable_tokens, self.protected_tokens)
+        assert host == self.host_tokens and count == self.nodes
+        for tier, index in self.candidates.items():
+            members = sum(self._is_candidate(n, tier) for n in self.walk())
+            assert len(index) == members, (tier, len(index), members)
+
+    def _is_candidate(self, node: Node, tier: Tier) -> bool:
+        if node.parent is None:
+            return False
+        if tier is Tier.DEVICE:
+            return node.device is READY and node.device_locks == 0 and node.device_children == 0
+        return node.host is READY and node.host_locks == 0 and node.host_children == 0
+
+    def _reconsider(self, node: Node, tier: Tier) -> None:
+        index = self.candidates[tier]
+        if self._is_candidate(node, tier):
+            index.add(node)
+        else:
+            index.discard(node)
+
+    def _whole_pages(self, length: int) -> int:
+        return length // self.page_size * self.page_size
+
+    def _key(self, parent: Node, scope: PrefixScope, tokens: np.ndarray, pos: int) -> Hashable:
+        first = tokens[pos : pos + self.page_size].tobytes()
+        return (scope, first) if parent is self.root else first
+
+    def _common(self, run: np.ndarray, tokens: np.ndarray) -> int:
+        """Length of the common prefix, in whole pages."""
+        n = min(len(run), len(tokens))
+        if np.array_equal(run[:n], tokens[:n]):
+            return self._whole_pages(n)
+        return self._whole_pages(int(np.argmax(run[:n] != tokens[:n])))
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

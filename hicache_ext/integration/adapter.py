@@ -1,0 +1,221 @@
+"""SGLang 0.5.23's prefix-cache interface over ``TieredCache``.
+
+SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
+``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``transfers_idle``) come from the
+patch series.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    CacheRequestHandle,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from hicache_ext.core.cache import TieredCache
+from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.residency import Residency
+from hicache_ext.core.tree import Node
+from hicache_ext.integration.metrics import Metrics
+from hicache_ext.integration.settings import Settings
+from hicache_ext.transfer.engine import Engine
+from hicache_ext.transfer.host_pool import HostPagePool
+
+
+class HicacheExtCache(BasePrefixCache):
+    """One rank's prefix cache; tree nodes are the handles SGLang keeps in its requests."""
+
+    disable = False
+
+    def __init__(
+        self, params: Any, cache: TieredCache, engine: Engine, host: HostPagePool, settings: Settings
+    ) -> None:
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.cache = cache
+        self.engine = engine
+        self.host = host
+        self._check_every = settings.check_every
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
+        self._metrics: Metrics | None = None
+        if params.enable_metrics:
+            self.init_metrics_collector()
+            self._metrics = Metrics(cache, engine, _rank_labels(), settings.metrics_interval)
+
+    # Lookup
+
+    @property
+    def root_node(self) -> Node:
+        return self.cache.tree.root
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        key = params.key
+        lora = getattr(params.req, "lora_id", None)
+        tokens = _as_numpy(key.token_ids)[: key._raw_len()]
+        match = self.cache.match(_scope(key.extra_key, key.cache_salt, lora), tokens)
+        return MatchResult(
+            device_prefix_len=match.device_len,
+            last_device_node=match.device_node,
+            last_host_node=match.host_node,
+            best_match_node=match.host_node,
+            host_hit_length=match.host_len,
+        )
+
+    def path_device_indices(self, node: Node) -> torch.Tensor:
+        slots = [member.slots for member in self.cache.tree.path(node)]
+        return torch.cat(slots[::-1]) if slots else self._no_slots
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        # Called once per admission, when the request's hits are final.
+        self.cache.unwant(req.rid)
+        if not req.retracted_stain:
+            loaded = min(req.host_loaded_length, req.prefix_len)
+            self.cache.stats.hit_host += loaded
+            self.cache.stats.hit_device += req.prefix_len - loaded
+        return super().prefix_device_indices(req)
+
+    # A request's pages
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        self.cache.unwant(req.rid)
+        length = up_to // self.page_size * self.page_size
+        tokens = _as_numpy(req.full_untruncated_fill_ids[:length])
+        length = len(tokens) // self.page_size * self.page_size
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        slots = row[:length].to(torch.int64, copy=True)
+        scope = _scope(req.extra_key, req.cache_salt, req.lora_id)
+        done = self.cache.insert(scope, tokens[:length], slots)
+        owned = req.kv.cache_protected_len
+        if done.matched > owned:
+            # Someone else published these pages first: keep theirs, free ours.
+            self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
+            theirs = self.path_device_indices(done.node)[owned : done.matched]
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(owned, done.matched)), theirs)
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, length)
+        req.kv.cache_protected_len = length
+        held, req.lock = req.lock, self.lock(done.node)
+        self.unlock(held)
+        req.last_node = done.node
+
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        before = self.cache.tree.evictable_tokens
+        self.cache.lock(node)
+        return IncLockRefResult(delta=self.cache.tree.evictable_tokens - before)
+
+    def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        before = self.cache.tree.evictable_tokens
+        self.cache.unlock(node)
+        return DecLockRefResult(delta=self.cache.tree.evictable_tokens - before)
+
+    def on_request_queued(self, req: Any) -> None:
+        """A request entered the waiting queue, for the first time or again."""
+        if req.positional_embed_overrides is not None:
+            return
+        ids = req.origin_input_ids + req.output_ids
+        # The last token is always computed, so the page it completes is never reused.
+        tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
+        self.cache.want(req.rid, _scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        self.cache.unwant(handle.rid)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        self.cache.unwant(req.rid)
+
+    # Space
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        start = time.perf_counter()
+        freed = self.cache.evict(params.num_tokens)
+        self.update_eviction_metrics(freed, start)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def evictable_size(self) -> int:
+        return self.cache.tree.evictable_tokens
+
+    def protected_size(self) -> int:
+        return self.cache.tree.protected_tokens
+
+    def total_size(self) -> int:
+        return self.evictable_size() + self.protected_size()
+
+    def pretty_print(self) -> None:
+        for node in self.cache.tree.walk():
+            print(node)
+        print(f"#tokens on the device: {self.total_size()}, on the host: {self.cache.tree.host_tokens}")
+
+    # Loading from the host
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Node]:
+        node = params.best_match_node
+        loaded = self.cache.load(node)
+        if loaded:
+            return loaded, node
+        while node.device is Residency.ABSENT:
+            node = node.parent
+        return 0, node
+
+    def ready_to_load_host_cache(self) -> int:
+        return self.cache.start_loads()
+
+    # Once per scheduler step
+
+    def check_hicache_events(self) -> None:
+        start = time.perf_counter()
+        self.cache.tick()
+        self.cache.flush_backups()
+        if self._check_every and self.cache.stats.ticks % self._check_every == 0:
+            self.cache.check()
+        if self._metrics is not None:
+            self._metrics.tick_seconds += time.perf_counter() - start
+            self._metrics.publish()
+
+    def flush_pending_backups(self) -> None:
+        self.cache.flush_backups()
+
+    def transfers_idle(self) -> bool:
+        """True, after waiting for the copies in flight: SGLang may free or unmap the KV pool next."""
+        if len(self.cache.tickets):
+            self.cache.drain()
+        return True
+
+    # Lifetime
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def release_host_resources(self) -> None:
+        self.engine.close()
+        self.host.close()
+
+
+def _scope(extra_key: str | None, cache_salt: str | None, lora: str | None) -> PrefixScope:
+    return PrefixScope(extra_key or "", cache_salt or "", lora or "")
+
+
+def _as_numpy(ids: Any) -> np.ndarray:
+    """Token ids as int64 without a copy; drop the result before the ids may grow."""
+    return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
+
+
+def _rank_labels() -> dict[str, Any]:
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
+    from sglang.srt.runtime_context import get_parallel
+
+    labels = radix_cache_metric_labels("hicache_ext", get_parallel(), is_dp_attention_enabled())
+    return {k: v for k, v in labels.items() if k != "cache_type"}

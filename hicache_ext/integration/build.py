@@ -1,0 +1,115 @@
+"""Builds the cache inside a scheduler process, once the model and its KV pool are there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.tick import Reduce
+from hicache_ext.integration.flags import check_patches, settings_of
+from hicache_ext.integration.pools import SlotPool, describe
+from hicache_ext.integration.settings import Settings, SettingsError
+from hicache_ext.integration.sizing import host_pages
+from hicache_ext.transfer.engine import make_engine
+from hicache_ext.transfer.host_pool import HostPagePool
+from hicache_ext.transfer.layers import LayerCounter
+
+logger = logging.getLogger(__name__)
+
+
+def build_cache(ctx: Any) -> Any:
+    """The factory behind ``--radix-cache-backend hicache_ext``; ``ctx`` is a ``TreeCacheBuildContext``.
+
+    Raises:
+        SystemExit: this model or configuration cannot be served; one line says why.
+    """
+    settings = settings_of(ctx.server_args)
+    try:
+        check_patches()
+        return _build(ctx, settings)
+    except (SettingsError, MemoryError) as error:
+        raise SystemExit(f"hicache-ext: error: {error}") from error
+
+
+def _build(ctx: Any, settings: Settings) -> Any:
+    from hicache_ext.integration.adapter import HicacheExtCache
+
+    params = ctx.params
+    if params.disable:
+        raise SettingsError(
+            "SGLang has switched prefix caching off for this model; drop --enable-hicache-ext"
+        )
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        kind = "sliding-window KV" if ctx.is_hybrid_swa else "recurrent state"
+        raise SettingsError(f"this model has {kind}, which is not carried yet; drop --enable-hicache-ext")
+    allocator = params.token_to_kv_pool_allocator
+    kv = describe(allocator.get_kvcache(), params.page_size)
+    reduce = group_min(params.tp_cache_group)
+    pages = host_pages(
+        settings.host_gb,
+        ranks=ranks_here(ctx.server_args),
+        page_bytes=kv.layout.page_bytes,
+        device_pages=allocator.size // params.page_size,
+        free_bytes=psutil.virtual_memory().available,
+    )
+    if reduce is not None:
+        # Ranks see different free memory; equal pools keep their decisions equal.
+        pages = int(reduce(np.array([pages], dtype=np.int64))[0])
+    on_gpu = kv.device.type == "cuda"
+    logger.info(
+        "hicache-ext: host tier of %d pages of %d tokens (%.2f GB%s), %s",
+        pages,
+        params.page_size,
+        pages * kv.layout.page_bytes / 1e9,
+        ", pinned" if on_gpu else "",
+        settings.write_policy,
+    )
+    host = HostPagePool(kv.layout, pages, pinned=on_gpu)
+    engine = make_engine(kv, host, getattr(ctx.tp_worker.model_runner, "forward_stream", None))
+    counter = LayerCounter(kv.layout.layers, engine.signal)
+    allocator.get_kvcache().register_layer_transfer_counter(counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
+    granule = min(settings.evict_granule, max(allocator.size // 64, params.page_size))
+    cache = TieredCache(
+        CacheConfig(
+            page_size=params.page_size,
+            host_pages=pages,
+            write_policy=WritePolicy(settings.write_policy),
+            evict_granule=granule,
+            backup_limit=settings.backup_limit,
+        ),
+        TierAwareLru(),
+        SlotPool(allocator),
+        engine,
+        own=torch.Tensor.clone,
+        reduce=reduce,
+    )
+    return HicacheExtCache(params, cache, engine, host, settings)
+
+
+def group_min(group: Any) -> Reduce | None:
+    """All-reduce (MIN) over a gloo group, None if it has one member."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return None
+
+    def reduce(values: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(values)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=group)
+        return values
+
+    return reduce
+
+
+def ranks_here(server_args: Any) -> int:
+    """Scheduler ranks that share this machine's memory."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    replicas = 1 if cfg.attn_dp_size and cfg.attn_dp_size > 1 else cfg.dp_size
+    return max(cfg.tp_size * replicas // cfg.nnodes, 1)

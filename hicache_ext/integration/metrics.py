@@ -1,0 +1,88 @@
+"""Prometheus metrics, served by SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hicache_ext.core.cache import TieredCache
+from hicache_ext.transfer.engine import Engine
+
+
+class Metrics:
+    """Publishes a cache's statistics, at most once per ``interval`` seconds.
+
+    Create it in a scheduler process: SGLang has set Prometheus's multi-process directory by then.
+    """
+
+    def __init__(self, cache: TieredCache, engine: Engine, labels: dict[str, Any], interval: float) -> None:
+        # Imported late, because the client reads the multi-process directory when it is imported.
+        from prometheus_client import Counter, Gauge
+
+        self._cache = cache
+        self._engine = engine
+        self._interval = interval
+        self._next = 0.0
+        self._labels = {k: str(v) for k, v in labels.items()}
+        self._last: dict[tuple[str, str], float] = {}
+        self.tick_seconds = 0.0
+        names = list(self._labels)
+
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(f"hicache_ext_{name}", text, [*names, *extra])
+
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(f"hicache_ext_{name}", text, [*names, *extra], multiprocess_mode="mostrecent")
+
+        self._hits = counter("hit_tokens", "Prompt tokens reused, by the tier they came from.", "tier")
+        self._computed = counter("computed_tokens", "Tokens whose KV was computed and cached.")
+        self._bytes = counter("moved_bytes", "KV bytes copied between tiers.", "direction")
+        self._evicted = counter("evicted_tokens", "Tokens evicted from a tier.", "tier")
+        self._lost = counter("lost_tokens", "Tokens evicted from the device that were on no other tier.")
+        self._declined = counter("declined_tokens", "Tokens not copied for lack of room.", "direction")
+        self._failed = counter("failed_backup_tokens", "Tokens whose copy to the host failed.")
+        self._waits = counter("evict_waits", "Evictions that waited for copies in flight.")
+        self._ticks = counter("ticks", "Scheduler steps.")
+        self._tick_seconds = counter("tick_seconds", "Time spent in ticks.")
+        self._pages = gauge("pages", "Pages held by a tier.", "tier")
+        self._page_limit = gauge("page_limit", "Pages a tier can hold.", "tier")
+        self._tickets = gauge("open_tickets", "Transfers in flight.")
+        self._waiting = gauge("waiting_requests", "Queued requests whose match is protected from eviction.")
+        self._nodes = gauge("nodes", "Nodes of the radix tree.")
+
+    def publish(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._interval
+        cache, stats = self._cache, self._cache.stats
+        page = cache.config.page_size
+        tree = cache.tree
+        self._count(self._hits, stats.hit_device, tier="device")
+        self._count(self._hits, stats.hit_host, tier="host")
+        self._count(self._computed, stats.computed)
+        self._count(self._bytes, self._engine.bytes_to_host, direction="device_to_host")
+        self._count(self._bytes, self._engine.bytes_to_device, direction="host_to_device")
+        self._count(self._evicted, stats.evicted_device, tier="device")
+        self._count(self._evicted, stats.evicted_host, tier="host")
+        self._count(self._lost, stats.evicted_lost)
+        self._count(self._declined, stats.backup_declined, direction="device_to_host")
+        self._count(self._declined, stats.load_declined, direction="host_to_device")
+        self._count(self._failed, stats.backup_failed)
+        self._count(self._waits, stats.evict_waits)
+        self._count(self._ticks, stats.ticks)
+        self._count(self._tick_seconds, self.tick_seconds)
+        self._set(self._pages, (tree.evictable_tokens + tree.protected_tokens) // page, tier="device")
+        self._set(self._pages, cache.host_pages.used, tier="host")
+        self._set(self._page_limit, cache.host_pages.total, tier="host")
+        self._set(self._tickets, len(cache.tickets))
+        self._set(self._waiting, len(tree.waiting))
+        self._set(self._nodes, tree.nodes)
+
+    def _count(self, metric: Any, total: float, **extra: str) -> None:
+        key = (metric._name, "".join(extra.values()))
+        metric.labels(**self._labels, **extra).inc(total - self._last.get(key, 0.0))
+        self._last[key] = total
+
+    def _set(self, metric: Any, value: float, **extra: str) -> None:
+        metric.labels(**self._labels, **extra).set(value)

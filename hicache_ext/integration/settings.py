@@ -1,0 +1,90 @@
+"""Settings of the extension: defaults, TOML file, command line; the later wins."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.core.cache import WritePolicy
+
+
+class SettingsError(ValueError):
+    """A setting cannot be used; the text is one line with cause and cure."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of the TOML file, at its top level."""
+
+    host_gb: float | None = None
+    """Host memory in GB (10^9 bytes) for all ranks on this machine; None: see ``sizing``."""
+    write_policy: str = WritePolicy.WRITE_THROUGH.value
+    """``write-through`` or ``write-back``."""
+    evict_granule: int = 512
+    """Tokens: longer runs are evicted in parts of about this length."""
+    backup_limit: int = 65536
+    """Tokens whose copy to the host is submitted at most per scheduler step."""
+    metrics_interval: float = 0.2
+    """Seconds between two updates of the Prometheus metrics."""
+    check_every: int = 0
+    """Assert all invariants every so many scheduler steps; 0 is off. Slow; for tests."""
+
+
+def load_settings(config: str | None, **flags: Any) -> Settings:
+    """Settings from a TOML file, overridden by the flags that are not None.
+
+    Raises:
+        SettingsError: unreadable file, unknown key, or a value out of range.
+    """
+    values = _read(Path(config)) if config is not None else {}
+    known = {f.name: f for f in fields(Settings)}
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(f"{config}: unknown setting {key!r}; known are {', '.join(sorted(known))}")
+        if not _fits(known[key].name, value):
+            raise SettingsError(f"{config}: {key} = {value!r} is not a {_EXPECTED[key]}")
+    settings = replace(Settings(), **values)
+    settings = replace(settings, **{k: v for k, v in flags.items() if v is not None})
+    return _checked(settings)
+
+
+_EXPECTED = {
+    "host_gb": "positive number",
+    "write_policy": f"string, one of {', '.join(WritePolicy)}",
+    "evict_granule": "positive whole number",
+    "backup_limit": "positive whole number",
+    "metrics_interval": "positive number",
+    "check_every": "whole number from 0",
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SettingsError(f"--hicache-ext-config: cannot read {path}: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"--hicache-ext-config: {path} is not valid TOML: {error}") from error
+
+
+def _fits(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if key == "write_policy":
+        return value in list(WritePolicy)
+    if key in ("host_gb", "metrics_interval"):
+        return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    return isinstance(value, int) and value >= (0 if key == "check_every" else 1)
+
+
+def _checked(settings: Settings) -> Settings:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if not (field.name == "host_gb" and value is None) and not _fits(field.name, value):
+            flag = "--hicache-ext-" + field.name.replace("_", "-")
+            raise SettingsError(f"{flag} {value} is not a {_EXPECTED[field.name]}")
+    return settings

@@ -1,0 +1,1 @@
+"""Moves KV bytes between device and host; knows torch, knows nothing of SGLang's scheduler."""

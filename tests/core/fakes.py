@@ -1,0 +1,191 @@
+"""Stand-ins for the engine's device pool and for the copies, so that the core runs without torch.
+
+One int64 per slot stands for the KV of one token. Copies run when the test says so, in any order, which is
+later than any real stream or thread would dare: a source that is freed too early shows as wrong content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.tick import CompletionQueue, Reduce
+
+POISON = -1
+
+
+class FakeDevice:
+    """Pages ``1 .. pages``, like the engine's paged allocator; freed slots are poisoned."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.free_pages = list(range(1, pages + 1))
+        self.total = pages * page_size
+        self.kv = np.full((pages + 1) * page_size, POISON, dtype=np.int64)
+
+    def available(self) -> int:
+        return len(self.free_pages) * self.page_size
+
+    def alloc(self, tokens: int) -> np.ndarray | None:
+        count = tokens // self.page_size
+        assert count * self.page_size == tokens
+        if count > len(self.free_pages):
+            return None
+        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return (np.array(pages)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+
+    def free(self, slots: np.ndarray) -> None:
+        pages = slots[:: self.page_size] // self.page_size
+        assert np.array_equal(
+            slots, (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        )
+        assert not set(pages.tolist()) & set(self.free_pages), "a device page was freed twice"
+        self.free_pages += pages.tolist()
+        self.kv[slots] = POISON
+
+    def clear(self) -> None:
+        self.free_pages = list(range(1, len(self.kv) // self.page_size))
+        self.kv[:] = POISON
+
+
+@dataclass
+class Job:
+    seq: int
+    slots: np.ndarray
+    pages: np.ndarray
+    fails: bool = False
+
+
+@dataclass
+class FakeTransfers:
+    device: FakeDevice
+    host_pages: int
+    backups: CompletionQueue = field(default_factory=CompletionQueue)
+    loads: CompletionQueue = field(default_factory=CompletionQueue)
+    backup_jobs: list[Job] = field(default_factory=list)
+    load_jobs: list[Job] = field(default_factory=list)
+    fail_next_backup: bool = False
+
+    def __post_init__(self) -> None:
+        self.host = np.full((self.host_pages, self.device.page_size), POISON, dtype=np.int64)
+
+    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray) -> None:
+        self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, self.fail_next_backup))
+        self.fail_next_backup = False
+
+    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray]) -> None:
+        self.load_jobs.append(Job(seq, np.concatenate(slots), pages))
+
+    def poll(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        while self.backup_jobs:
+            self.run_backup(0)
+        while self.load_jobs:
+            self.run_load(0)
+
+    def run_backup(self, index: int) -> None:
+        job = self.backup_jobs.pop(index)
+        if not job.fails:
+            self.host[job.pages] = self.device.kv[job.slots].reshape(len(job.pages), -1)
+        self.backups.post(job.seq, ok=not job.fails)
+
+    def run_load(self, index: int) -> None:
+        job = self.load_jobs.pop(index)
+        self.device.kv[job.slots] = self.host[job.pages].reshape(-1)
+        self.loads.post(job.seq)
+
+    def run_some(self, rng: random.Random) -> None:
+        """Run one job of either direction, if there is one; not necessarily the oldest."""
+        choices = [(self.run_backup, len(self.backup_jobs)), (self.run_load, len(self.load_jobs))]
+        runnable = [(run, count) for run, count in choices if count]
+        if runnable:
+            run, count = rng.choice(runnable)
+            run(rng.randrange(count))
+
+
+@dataclass
+class Rig:
+    """A cache over fakes."""
+
+    device: FakeDevice
+    transfers: FakeTransfers
+    cache: TieredCache
+
+
+def make_rig(
+    *,
+    page_size: int = 4,
+    device_pages: int = 16,
+    host_pages: int = 32,
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    evict_granule: int = 4,
+    tick_limit: int = 64,
+    reduce: Reduce | None = None,
+) -> Rig:
+    device = FakeDevice(device_pages, page_size)
+    transfers = FakeTransfers(device, host_pages)
+    config = CacheConfig(
+        page_size, host_pages, write_policy=write_policy, evict_granule=evict_granule, tick_limit=tick_limit
+    )
+    return Rig(device, transfers, TieredCache(config, TierAwareLru(), device, transfers, reduce=reduce))
+
+
+def kv_of(scope: PrefixScope, tokens: np.ndarray) -> np.ndarray:
+    """What a model would compute: a value per token that depends on the scope and all tokens before it."""
+    h = hashlib.sha256(repr(scope).encode())
+    out = np.empty(len(tokens), dtype=np.int64)
+    for i, token in enumerate(tokens.tolist()):
+        h.update(str(token).encode() + b",")
+        out[i] = int.from_bytes(h.digest()[:7], "little")
+    return out
+
+
+def toks(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def put(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -> np.ndarray:
+    """Compute and publish ``tokens`` (whole pages) as a finished request would; returns its row's slots."""
+    scope = scope or PrefixScope()
+    cache, device = rig.cache, rig.device
+    match = cache.match(scope, tokens)
+    cache.lock(match.device_node)
+    have = [n.slots for n in cache.tree.path(match.device_node)][::-1]
+    fresh = len(tokens) - match.device_len
+    cache.evict(fresh - device.available())
+    slots = device.alloc(fresh)
+    assert slots is not None
+    row = np.concatenate([*have, slots])
+    device.kv[slots] = kv_of(scope, tokens)[match.device_len :]
+    done = cache.insert(scope, tokens, row)
+    if done.matched > match.device_len:
+        device.free(row[match.device_len : done.matched])
+    cache.unlock(match.device_node)
+    return row
+
+
+def settle(rig: Rig) -> None:
+    """Let every transfer finish and be applied."""
+    for _ in range(100):
+        rig.cache.flush_backups()
+        rig.cache.start_loads()
+        rig.transfers.drain()
+        rig.cache.tick()
+        if not rig.cache.pending():
+            return
+    raise AssertionError("transfers do not settle")
+
+
+def content(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -> np.ndarray:
+    """Device content of the matched device prefix."""
+    match = rig.cache.match(scope or PrefixScope(), tokens)
+    slots = [n.slots for n in rig.cache.tree.path(match.device_node)][::-1]
+    return rig.device.kv[np.concatenate(slots)] if slots else np.empty(0, np.int64)

@@ -1,0 +1,44 @@
+"""Fixtures of the tests that start the real server, and a reason to skip them where it cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.harness import SGLangServer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        return
+    skip = pytest.mark.skip(reason="sglang is not installed; run scripts/setup.sh")
+    for item in items:
+        if item.get_closest_marker("server"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def start_server(model_path: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
+    """Start servers that end with the test: `start_server(args=[...], max_total_tokens=2048)`.
+
+    Takes what `SGLangServer` takes; the model is the chat model in bfloat16 unless given.
+    """
+    servers: list[SGLangServer] = []
+
+    def start(**options: Any) -> SGLangServer:
+        options.setdefault("model", model_path)
+        options.setdefault("log_path", tmp_path / f"server-{len(servers)}.log")
+        server = SGLangServer(**options)
+        servers.append(server)
+        return server.start()
+
+    yield start
+    for server in servers:
+        if server.log_path is not None and server.log_path.exists():
+            # pytest shows it when the test failed.
+            print(f"--- end of {server.log_path} ---\n{server.log_tail()}")
+        server.stop()

@@ -68,7 +68,7 @@ stop_server() {
     local group=$server tries=0
     server=
     kill -TERM "$group" 2>/dev/null || true
-    while kill -0 -- "-$group" 2>/dev/null && [ $tries -lt 100 ]; do
+    while kill -0 -- "-$group" 2>/dev/null && [ $tries -lt 50 ]; do
         sleep 0.2
         tries=$((tries + 1))
     done
@@ -128,8 +128,10 @@ run() {
     start_server "$@"
     python -m benchmarks.multiturn --base-url "http://127.0.0.1:$PORT" --label "$name" \
         --sessions "$SESSIONS" --rounds "$ROUNDS" --concurrency "$CONCURRENCY" \
-        --first-tokens 500 --turn-tokens 100 --output-tokens 16 --output "$RESULTS/$name.json" \
+        --first-tokens 500 --turn-tokens 100 --output-tokens 16 --output "$RESULTS/$name.json.part" \
         || die "the chats on the $name server failed; its log is $RESULTS/$name-server.log"
+    # Only a whole run is a result.
+    mv "$RESULTS/$name.json.part" "$RESULTS/$name.json"
     stop_server
     echo "$name: done after $((SECONDS - start)) s"
 }

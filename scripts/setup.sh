@@ -42,7 +42,7 @@ LOGS="$ROOT/.build/logs"
 mkdir -p "$LOGS"
 
 child=
-trap '[ -z "$child" ] || kill "$child" 2>/dev/null || true' EXIT
+trap '[ -z "$child" ] || kill -- "-$child" 2>/dev/null || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -51,8 +51,11 @@ step() {
     local title="[$1/5] $2" log="$LOGS/$3.log" start=$SECONDS shown=0 code=0
     shift 3
     if [ -t 1 ]; then printf '%s ...' "$title"; fi
+    # A process group of its own, so that an interrupt ends pip or apt too, not only the function that calls it.
+    set -m
     "$@" >"$log" 2>&1 </dev/null &
     child=$!
+    set +m
     while kill -0 "$child" 2>/dev/null; do
         sleep 0.2
         if [ $((SECONDS - start)) -gt "$shown" ] && [ -t 1 ]; then
@@ -97,8 +100,8 @@ missing_debian() {
     fi
     # SGLang's kernel package loads it at import.
     ldconfig -p | grep -q 'libnuma\.so\.1' || echo libnuma1
-    # torch and Triton compile small functions at run time.
-    command -v g++ >/dev/null || echo g++
+    # Triton compiles its launchers at run time; on the CPU nothing is compiled.
+    [ "$CUDA" = 0 ] || command -v g++ >/dev/null || echo g++
     if [ "$CUDA" = 1 ] && [ -n "$python" ]; then
         "$python" -c 'import os, sysconfig, sys
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || echo python3-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.tick import Reduce
 from hicache_ext.integration.flags import check_patches, settings_of
 from hicache_ext.integration.pools import SlotPool, describe
+from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
 from hicache_ext.transfer.engine import make_engine
@@ -71,7 +73,10 @@ def _build(ctx: Any, settings: Settings) -> Any:
         settings.write_policy,
     )
     host = HostPagePool(kv.layout, pages, pinned=on_gpu)
-    engine = make_engine(kv, host, getattr(ctx.tp_worker.model_runner, "forward_stream", None))
+    forward_stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
+    with closing(make_engine(kv, host, forward_stream)) as trial:
+        prove_layout(allocator.get_kvcache(), kv, trial, host)
+    engine = make_engine(kv, host, forward_stream)
     counter = LayerCounter(kv.layout.layers, engine.signal)
     allocator.get_kvcache().register_layer_transfer_counter(counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)

@@ -26,7 +26,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 # Gauges of the extension that must be zero on an idle server whose caches were flushed.
-HELD_STATE = re.compile(r"^hicache_ext[:_].*(ticket|lock|used|pending|in_?flight)")
+HELD_STATE = re.compile(r"^hicache_ext_(pages|open_tickets|waiting_requests)$")
 
 
 class ServerError(Exception):
@@ -38,6 +38,7 @@ class Generation:
     """One answer of `/generate`."""
 
     text: str
+    """Empty if the server runs without a tokenizer."""
     output_ids: list[int]
     prompt_tokens: int
     cached_tokens: int
@@ -112,6 +113,8 @@ class SGLangServer:
         if self.cpu:
             result["SGLANG_PLATFORM"] = "hicache_ext_cpu"
             result.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+            # Spinning OpenMP threads of one server starve whatever else runs on a small machine.
+            result.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         for name, value in self.env.items():
             if value is None:
                 result.pop(name, None)
@@ -233,7 +236,7 @@ class SGLangServer:
         raw = self.post("/generate", body)
         info = raw["meta_info"]
         return Generation(
-            text=raw["text"],
+            text=raw.get("text", ""),
             output_ids=list(raw["output_ids"]),
             prompt_tokens=info["prompt_tokens"],
             cached_tokens=info["cached_tokens"],
@@ -265,6 +268,15 @@ class SGLangServer:
             for sample in family.samples:
                 result[sample.name] = result.get(sample.name, 0.0) + sample.value
         return result
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name that carry these labels; 0 if there is none."""
+        return sum(
+            sample.value
+            for family in self._metric_families()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def loads(self) -> list[dict[str, Any]]:
         """What each scheduler holds right now; `num_used_tokens` counts slots that are in use or locked."""

@@ -258,13 +258,17 @@ class TieredCache:
             return
         nodes: list[Node] = []
         budget = self.config.backup_limit
-        while self._dirty and budget > 0:
+        while self._dirty and budget >= self.config.page_size:
             node = self._dirty.popleft()
             node.backup_queued = False
             if node.parent is not None and node.device is READY and node.host is ABSENT:
-                chain = self._reserve_host(node)
+                chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
+                if node.host is ABSENT and budget < self.config.page_size:
+                    node.backup_queued = True
+                    self._dirty.appendleft(node)
+                    break
         self._submit_backup(nodes)
 
     def start_loads(self) -> int:
@@ -337,8 +341,11 @@ class TieredCache:
             node.backup_queued = True
             self._dirty.append(node)
 
-    def _reserve_host(self, node: Node) -> list[Node]:
-        """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go."""
+    def _reserve_host(self, node: Node, limit: int | None = None) -> list[Node]:
+        """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.
+
+        At most ``limit`` tokens: a longer run is cut.
+        """
         chain = []
         for member in self.tree.path(node):
             if member.host is not ABSENT:
@@ -350,6 +357,13 @@ class TieredCache:
         if above is not None and above.parent is not None:
             self.tree.lock(above, Tier.HOST)
         for member in reversed(chain):
+            if limit is not None:
+                limit = limit // self.config.page_size * self.config.page_size
+                if limit == 0:
+                    break
+                if len(member) > limit:
+                    member = self.tree.split(member, limit)
+                limit -= len(member)
             count = len(member) // self.config.page_size
             pages = self.host_pages.alloc(count)
             if pages is None:
@@ -451,6 +465,10 @@ class TieredCache:
         self.stats.evicted_device += tokens
         if node.host is ABSENT:
             self.stats.evicted_lost += tokens
+            parent = node.parent
+            if node.backup_queued and parent is not None and parent is not self.tree.root:
+                # It may have been cut from the end of a run whose rest still waits for its backup.
+                self._mark_dirty(parent)
             self.tree.prune(node)
 
     def _drop_host(self, node: Node) -> None:

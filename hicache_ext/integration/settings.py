@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def _fits(key: str, value: Any) -> bool:
     if key == "write_policy":
         return value in list(WritePolicy)
     if key in ("host_gb", "metrics_interval"):
-        return isinstance(value, int | float) and math.isfinite(value) and value > 0
+        return isinstance(value, int | float) and 0 < value <= sys.float_info.max
     return isinstance(value, int) and value >= (0 if key == "check_every" else 1)
 
 

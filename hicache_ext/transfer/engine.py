@@ -100,7 +100,7 @@ class ThreadEngine:
             self.loads.post(seq)
         except Exception as error:
             logger.exception("hicache-ext: load %d of %d pages failed", seq, len(pages))
-            self.signal.fail(error)
+            self.signal.fail(seq, error)
             self.loads.post(seq, ok=False)
 
 

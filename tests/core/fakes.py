@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,8 +20,11 @@ from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.tick import CompletionQueue, Reduce
+from hicache_ext.core.tree import Node
 
 POISON = -1
+
+T = TypeVar("T")
 
 
 class FakeDevice:
@@ -38,7 +45,9 @@ class FakeDevice:
         if count > len(self.free_pages):
             return None
         pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return (np.array(pages)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        return (
+            np.array(pages, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)
+        ).reshape(-1)
 
     def free(self, slots: np.ndarray) -> None:
         pages = slots[:: self.page_size] // self.page_size
@@ -128,12 +137,18 @@ def make_rig(
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     evict_granule: int = 4,
     tick_limit: int = 64,
+    backup_limit: int = 1 << 16,
     reduce: Reduce | None = None,
 ) -> Rig:
     device = FakeDevice(device_pages, page_size)
     transfers = FakeTransfers(device, host_pages)
     config = CacheConfig(
-        page_size, host_pages, write_policy=write_policy, evict_granule=evict_granule, tick_limit=tick_limit
+        page_size,
+        host_pages,
+        write_policy=write_policy,
+        evict_granule=evict_granule,
+        tick_limit=tick_limit,
+        backup_limit=backup_limit,
     )
     return Rig(device, transfers, TieredCache(config, TierAwareLru(), device, transfers, reduce=reduce))
 
@@ -189,3 +204,97 @@ def content(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -> n
     match = rig.cache.match(scope or PrefixScope(), tokens)
     slots = [n.slots for n in rig.cache.tree.path(match.device_node)][::-1]
     return rig.device.kv[np.concatenate(slots)] if slots else np.empty(0, np.int64)
+
+
+def prompt(page_size: int, *pages: int) -> np.ndarray:
+    """Whole pages of tokens: equal numbers are equal pages, different ones differ in every token."""
+    return np.concatenate([np.arange(page_size) + 1000 * page for page in pages]).astype(np.int64)
+
+
+def node_at(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -> Node:
+    """The deepest node of the match, found without touching it."""
+    return rig.cache.match(scope or PrefixScope(), tokens, touch=False).host_node
+
+
+def device_len(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -> int:
+    """Tokens of the match that are on the device, found without touching them."""
+    return rig.cache.match(scope or PrefixScope(), tokens, touch=False).device_len
+
+
+def to_host(rig: Rig, tokens: np.ndarray) -> None:
+    """Compute ``tokens``, back them up, and evict all of the device."""
+    put(rig, tokens)
+    settle(rig)
+    rig.cache.evict(rig.device.total)
+    assert device_len(rig, tokens) == 0
+
+
+def assert_idle(rig: Rig) -> None:
+    """No lock, ticket, waiter or private slot is left, and both pools add up."""
+    cache = rig.cache
+    cache.check()
+    assert len(cache.tickets) == 0 and not cache.tree.waiting
+    for node in cache.tree.walk():
+        assert (node.device_locks, node.host_locks, node.waiters) == (0, 0, 0), node
+    assert cache.tree.protected_tokens == 0
+    assert rig.device.available() + cache.tree.evictable_tokens == rig.device.total
+
+
+class SharedMin:
+    """All-reduce (MIN) between threads that stand for ranks; one that stays away breaks it for all."""
+
+    def __init__(self, ranks: int, timeout: float = 10.0) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=timeout)
+        self._values: list[np.ndarray] = [np.empty(0, np.int64)] * ranks
+        self.calls: list[list[int]] = [[] for _ in range(ranks)]
+
+    def of(self, rank: int) -> Reduce:
+        """The reduce function of one rank; ``calls[rank]`` records the length of each vector."""
+
+        def reduce(values: np.ndarray) -> np.ndarray:
+            self.calls[rank].append(len(values))
+            self._values[rank] = values.copy()
+            self._barrier.wait()
+            smallest = np.stack(self._values).min(axis=0)
+            self._barrier.wait()
+            return smallest
+
+        return reduce
+
+
+class Ranks:
+    """Several caches in lockstep: each is a TP rank in a thread of its own during ``each``."""
+
+    def __init__(self, count: int, make: Callable[[Reduce], Rig]) -> None:
+        self.shared = SharedMin(count)
+        self.rigs = [make(self.shared.of(rank)) for rank in range(count)]
+        self._threads = ThreadPoolExecutor(count)
+
+    def each(self, step: Callable[[Rig], T]) -> list[T]:
+        """Run the same step on all ranks at once."""
+        return [f.result() for f in [self._threads.submit(step, rig) for rig in self.rigs]]
+
+    def same(self, step: Callable[[Rig], T]) -> T:
+        """As ``each``, and all ranks must get the same result."""
+        first, *others = self.each(step)
+        assert all(other == first for other in others), [first, *others]
+        return first
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def page_tables(rig: Rig) -> object:
+    """Everything a rank decided: free pages in order, and where each node's pages are."""
+    nodes = sorted(
+        (
+            n.id,
+            n.tokens.tolist(),
+            int(n.device),
+            int(n.host),
+            [] if n.slots is None else n.slots.tolist(),
+            [] if n.pages is None else n.pages.tolist(),
+        )
+        for n in rig.cache.tree.walk()
+    )
+    return list(rig.device.free_pages), rig.cache.host_pages.free_pages().tolist(), nodes

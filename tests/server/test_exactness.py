@@ -20,10 +20,36 @@ from tests.server.harness import Generation, SGLangServer
 SESSIONS = 52
 ROUNDS = 3
 PAGE = 16
-WORDS = (
-    "river stone garden music winter letter captain yellow market silver forest engine copper island window "
-    "mountain paper harbour kitchen orange student bridge doctor village planet signal basket mirror"
-).split()
+WORDS = [
+    "river",
+    "stone",
+    "garden",
+    "music",
+    "winter",
+    "letter",
+    "captain",
+    "yellow",
+    "market",
+    "silver",
+    "forest",
+    "engine",
+    "copper",
+    "island",
+    "window",
+    "mountain",
+    "paper",
+    "harbour",
+    "kitchen",
+    "orange",
+    "student",
+    "bridge",
+    "doctor",
+    "village",
+    "planet",
+    "signal",
+    "basket",
+    "mirror",
+]
 
 
 @dataclass(frozen=True)
@@ -38,9 +64,7 @@ def question(rng: random.Random, words: int) -> str:
     return "Tell me about the " + " and the ".join(rng.choice(WORDS) for _ in range(words)) + "."
 
 
-def play(
-    server: SGLangServer, tokenizer: Any, script: list[Turn] | None, rounds: int = ROUNDS
-) -> list[Turn]:
+def play(server: SGLangServer, tokenizer: Any, script: list[Turn] | None, rounds: int = ROUNDS) -> list[Turn]:
     """Play the chat; with a script, send exactly its prompts, so that answers compare one to one."""
     rng = random.Random(7)
     turns: list[Turn] = []

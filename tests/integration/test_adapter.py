@@ -1,0 +1,676 @@
+"""SGLang's interface over the cache, with SGLang's own requests, pools and allocators on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+import torch
+
+with warnings.catch_warnings():
+    # Some of what SGLang imports warns about itself.
+    warnings.simplefilter("ignore")
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        BasePrefixCache,
+        CacheRequestHandle,
+        CacheRequestOutcome,
+        EvictParams,
+        InitLoadBackParams,
+        MatchPrefixParams,
+    )
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.server_args import ServerArgs
+
+from hicache_ext.core.residency import Residency
+from hicache_ext.integration import build
+from hicache_ext.integration.adapter import HicacheExtCache
+from hicache_ext.integration.flags import SETTINGS_ATTRIBUTE
+from hicache_ext.integration.settings import Settings
+
+pytestmark = pytest.mark.timeout(60)
+
+TOKENS = 128
+LAYERS, HEADS, DIM = 2, 2, 4
+READY = Residency.READY
+
+
+class Engine:
+    """What a scheduler does to its prefix cache, call by call."""
+
+    def __init__(self, page_size: int, **settings: Any) -> None:
+        self.page = page_size
+        self.pool = MHATokenToKVPool(
+            size=TOKENS,
+            page_size=page_size,
+            dtype=torch.float32,
+            head_num=HEADS,
+            head_dim=DIM,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        kind = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
+        paged = {} if page_size == 1 else {"page_size": page_size}
+        self.allocator = kind(
+            TOKENS, dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=False, **paged
+        )
+        self.rows = ReqToTokenPool(8, TOKENS, "cpu", False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
+        )
+        server_args = ServerArgs(model_path="none")
+        settings.setdefault("host_gb", 2 * TOKENS * LAYERS * HEADS * DIM * 2 * 4 / 1e9)
+        settings.setdefault("check_every", 1)
+        setattr(server_args, SETTINGS_ATTRIBUTE, Settings(**settings))
+        self.counters: list[Any] = []
+        context = SimpleNamespace(
+            server_args=server_args,
+            params=params,
+            is_hybrid_swa=False,
+            is_hybrid_ssm=False,
+            tp_worker=SimpleNamespace(
+                model_runner=SimpleNamespace(),
+                register_hicache_layer_transfer_counter=self.counters.append,
+            ),
+        )
+        self.cache: HicacheExtCache = build.build_cache(context)
+        self._next_rid = 0
+
+    def request(self, tokens: list[int], **options: Any) -> Req:
+        """A request in the queue."""
+        self._next_rid += 1
+        req = Req(f"r{self._next_rid}", "", array("q", tokens), SamplingParams(max_new_tokens=4), **options)
+        self.cache.on_request_queued(req)
+        return req
+
+    def admit(self, req: Req) -> int:
+        """Match, load, lock and allocate; returns what the batch has to wait for."""
+        req.init_next_round_input(self.cache)
+        if req.host_hit_length:
+            loaded, req.last_node = self.cache.init_load_back(
+                InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+            )
+            assert loaded in (0, req.host_hit_length)
+            req.host_loaded_length = loaded
+            req.prefix_len += loaded
+            req.kv.cache_protected_len = req.prefix_len
+        req.lock = self.cache.lock(req.last_node)
+        length = len(req.full_untruncated_fill_ids)
+        prefix = self.cache.prefix_device_indices(req)
+        assert len(prefix) == req.prefix_len
+        need = -(-length // self.page) * self.page - req.prefix_len
+        if need > self.allocator.available_size():
+            self.cache.evict(EvictParams(num_tokens=need - self.allocator.available_size()))
+        fresh = self.allocator.alloc(need)
+        assert fresh is not None
+        assert self.rows.alloc([req]) is not None
+        self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix)
+        self.rows.write(
+            (req.kv.req_pool_idx, slice(req.prefix_len, length)), fresh[: length - req.prefix_len]
+        )
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+        return self.cache.ready_to_load_host_cache()
+
+    def forward(self, req: Req, load: int) -> None:
+        """Wait layer by layer, assert what is reused, and write what is new, as attention does."""
+        counter = self.pool.layer_transfer_counter
+        counter.set_consumer(load)
+        length = req.kv.kv_committed_len
+        slots = self.row(req)
+        for layer in range(LAYERS):
+            key = self.pool.get_key_buffer(layer)
+            value = self.pool.get_value_buffer(layer)
+            expected = expected_kv(req, length, layer)
+            reused = slots[: req.prefix_len]
+            assert torch.equal(key[reused], expected[0, : req.prefix_len]), (
+                "reused K is not what was computed"
+            )
+            assert torch.equal(value[reused], expected[1, : req.prefix_len])
+            key[slots[req.prefix_len :]] = expected[0, req.prefix_len :]
+            value[slots[req.prefix_len :]] = expected[1, req.prefix_len :]
+        counter.set_consumer(-1)
+
+    def row(self, req: Req) -> torch.Tensor:
+        return self.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len].to(torch.int64)
+
+    def checkpoint(self, req: Req) -> None:
+        self.cache.checkpoint(req, up_to=req.kv.kv_committed_len)
+
+    def release(self, req: Req, *, checkpoint: bool = True) -> None:
+        """The calls of SGLang's ``release_kv_cache``, which itself needs a running server's context."""
+        if checkpoint:
+            self.checkpoint(req)
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.kv.kv_committed_len)])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.cache.on_release(req, checkpointed=checkpoint)
+        self.rows.free(req)
+
+    def serve(self, tokens: list[int], **options: Any) -> Req:
+        """A whole life; returns the request with the hits it had."""
+        req = self.request(tokens, **options)
+        self.forward(req, self.admit(req))
+        self.release(req)
+        self.step()
+        return req
+
+    def step(self) -> None:
+        self.cache.check_hicache_events()
+        self.cache.flush_pending_backups()
+
+    def settle(self) -> None:
+        for _ in range(50):
+            self.step()
+            self.cache.engine.drain()
+            if not self.cache.cache.pending():
+                return
+        raise AssertionError("transfers do not settle")
+
+    def to_host(self, tokens: list[int], **options: Any) -> None:
+        self.serve(tokens, **options)
+        self.settle()
+        self.cache.evict(EvictParams(num_tokens=TOKENS))
+
+    def assert_adds_up(self, *running: Req) -> None:
+        """Free, evictable, protected, and what running requests own, are all of the pool."""
+        self.cache.cache.check()
+        owned = sum(
+            -(-r.kv.kv_allocated_len // self.page) * self.page - r.kv.cache_protected_len for r in running
+        )
+        sizes = self.allocator.available_size(), self.cache.evictable_size(), self.cache.protected_size()
+        assert sum(sizes) + owned == TOKENS, (sizes, owned)
+        assert self.cache.total_size() == sizes[1] + sizes[2]
+
+    def assert_idle(self) -> None:
+        self.assert_adds_up()
+        assert self.cache.protected_size() == 0 and not self.cache.cache.tree.waiting
+        assert self.rows.available_size() == self.rows.size
+
+    def close(self) -> None:
+        self.cache.release_host_resources()
+
+
+def expected_kv(req: Req, length: int, layer: int) -> torch.Tensor:
+    """``[K or V, token, head, dim]`` that depend on the scope and on all tokens before."""
+    scope = hash((req.extra_key, req.cache_salt, req.lora_id)) % 1000
+    ids = torch.tensor(req.full_untruncated_fill_ids[:length], dtype=torch.float64)
+    history = (torch.cumsum(ids * (1 + torch.arange(length)), 0) + scope) % 65521
+    kv = torch.arange(2).view(2, 1, 1, 1) * 0.5 + layer * 0.25 + history.view(1, -1, 1, 1)
+    return (kv + torch.arange(HEADS * DIM).view(1, 1, HEADS, DIM)).to(torch.float32)
+
+
+@pytest.fixture(params=[1, 4])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def paged() -> Iterator[Engine]:
+    engine = Engine(4)
+    yield engine
+    engine.close()
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return list(range(start, start + length))
+
+
+# A request's life
+
+
+def test_it_is_a_prefix_cache_of_sglang(engine: Engine) -> None:
+    assert isinstance(engine.cache, BasePrefixCache)
+    assert engine.cache.disable is False and engine.cache.page_size == engine.page
+    assert engine.cache.root_node_handle() is engine.cache.root_node is engine.cache.cache.tree.root
+    assert engine.cache.supports_prefix_sharing() and engine.cache.load_back_is_cache_owned()
+    assert engine.pool.layer_transfer_counter is engine.counters[0]
+
+
+def test_a_cold_request_finds_nothing_and_leaves_whole_pages(engine: Engine) -> None:
+    req = engine.serve(prompt(10))
+    assert (req.prefix_len, req.host_hit_length) == (0, 0)
+    engine.settle()
+    assert engine.cache.evictable_size() == 10 // engine.page * engine.page
+    engine.assert_idle()
+
+
+def test_sizes_add_up_after_every_call(engine: Engine) -> None:
+    engine.serve(prompt(9))
+    req = engine.request(prompt(14))
+    engine.assert_adds_up()
+    load = engine.admit(req)
+    assert req.prefix_len == 9 // engine.page * engine.page
+    assert engine.cache.protected_size() == req.prefix_len
+    engine.assert_adds_up(req)
+    engine.forward(req, load)
+    engine.checkpoint(req)
+    assert req.kv.cache_protected_len == req.kv.cache_inserted_len == 14 // engine.page * engine.page
+    assert engine.cache.protected_size() == req.kv.cache_protected_len
+    engine.assert_adds_up(req)
+    engine.checkpoint(req)
+    engine.assert_adds_up(req)
+    engine.step()
+    engine.assert_adds_up(req)
+    engine.release(req)
+    engine.settle()
+    engine.assert_idle()
+
+
+def test_the_last_token_is_always_computed(engine: Engine) -> None:
+    engine.serve(prompt(8))
+    req = engine.serve(prompt(8))
+    assert req.prefix_len == 7 // engine.page * engine.page
+
+
+def test_a_limit_of_the_key_is_honoured(engine: Engine) -> None:
+    engine.serve(prompt(16))
+    for limit in (0, 1, 5, 8, 16, 99):
+        key = RadixKey(array("q", prompt(16)), limit=limit)
+        result = engine.cache.match_prefix(MatchPrefixParams(key=key))
+        assert result.device_prefix_len == min(limit, 16) // engine.page * engine.page
+        assert result.cache_protected_len is None, "it would survive a forced miss"
+
+
+def test_duplicates_are_freed_and_the_row_shows_the_trees_pages(engine: Engine) -> None:
+    """Two requests with the same prompt run at once: the second one's pages go, the first one's stay."""
+    first, second = engine.request(prompt(12)), engine.request(prompt(12))
+    loads = [engine.admit(first), engine.admit(second)]
+    assert second.prefix_len == 0
+    for req, load in zip((first, second), loads, strict=True):
+        engine.forward(req, load)
+    kept, given_up = engine.row(first), engine.row(second)
+    assert not set(kept.tolist()) & set(given_up.tolist())
+    engine.checkpoint(first)
+    free = engine.allocator.available_size()
+    engine.checkpoint(second)
+    assert engine.allocator.available_size() == free + 12
+    assert engine.row(second).tolist() == kept.tolist() == engine.row(first).tolist()
+    assert engine.cache.protected_size() == 12
+    engine.assert_adds_up(first, second)
+    engine.release(first)
+    engine.assert_adds_up(second)
+    engine.release(second)
+    engine.assert_idle()
+    free_slots = engine.allocator.alloc(engine.allocator.available_size()).tolist()
+    assert len(set(free_slots)) == len(free_slots) and not set(free_slots) & set(kept.tolist())
+
+
+def test_only_the_duplicated_part_is_freed(paged: Engine) -> None:
+    first, second = paged.request(prompt(9)), paged.request([*prompt(9), 50, 51, 52, 53, 54])
+    loads = [paged.admit(first), paged.admit(second)]
+    paged.forward(first, loads[0])
+    paged.forward(second, loads[1])
+    mine = paged.row(second)
+    paged.checkpoint(first)
+    paged.checkpoint(second)
+    assert paged.row(second)[:8].tolist() == paged.row(first)[:8].tolist()
+    assert paged.row(second)[8:].tolist() == mine[8:].tolist()
+    paged.assert_adds_up(first, second)
+    paged.release(first)
+    paged.release(second)
+    paged.assert_idle()
+
+
+def test_a_released_request_without_checkpoint_leaves_only_what_was_published(engine: Engine) -> None:
+    """Retraction: what was checkpointed before stays, the rest is freed."""
+    req = engine.request(prompt(12))
+    engine.forward(req, engine.admit(req))
+    engine.release(req, checkpoint=False)
+    assert engine.cache.total_size() == 0
+    engine.assert_idle()
+
+
+def test_a_checkpoint_moves_the_lock_and_leaves_one_behind_also_if_it_inserts_nothing(paged: Engine) -> None:
+    req = paged.request(prompt(3))
+    paged.forward(req, paged.admit(req))
+    paged.checkpoint(req)
+    assert req.lock is not None and req.last_node is paged.cache.root_node
+    assert req.kv.cache_protected_len == 0
+    paged.release(req)
+    paged.assert_idle()
+
+
+def test_chunks_of_a_prompt_are_published_one_after_the_other(paged: Engine) -> None:
+    req = paged.request(prompt(20))
+    paged.forward(req, paged.admit(req))
+    for up_to, protected in ((6, 4), (13, 12), (20, 20)):
+        paged.cache.checkpoint(req, up_to=up_to)
+        assert req.kv.cache_protected_len == protected == paged.cache.protected_size()
+        paged.assert_adds_up(req)
+    paged.release(req)
+    paged.assert_idle()
+
+
+def test_locks_tell_how_many_tokens_they_moved(engine: Engine) -> None:
+    engine.serve(prompt(8))
+    engine.settle()
+    key = RadixKey(array("q", prompt(8)))
+    node = engine.cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    assert engine.cache.inc_lock_ref(node).delta == -8
+    assert engine.cache.inc_lock_ref(node).delta == 0
+    assert engine.cache.dec_lock_ref(node).delta == 0
+    assert engine.cache.dec_lock_ref(node).delta == 8
+
+
+def test_token_buffers_are_not_kept(engine: Engine) -> None:
+    """An array that a numpy view still uses cannot grow: the next decoded token would raise BufferError."""
+    engine.serve(prompt(8))
+    req = engine.request(prompt(9))
+    engine.forward(req, engine.admit(req))
+    engine.checkpoint(req)
+    req.output_ids.append(5)
+    req.origin_input_ids.append(6)
+    req.full_untruncated_fill_ids.append(7)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"extra_key": "a"}, {"cache_salt": "a"}),
+        ({"extra_key": "a"}, {}),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"lora_id": "a"}, {}),
+        ({"extra_key": "a", "cache_salt": "b"}, {"extra_key": "ab"}),
+        # SGLang appends the adapter to the extra key as text, which a client may send as its own key.
+        ({"lora_id": "x"}, {"extra_key": "x"}),
+        ({"extra_key": "ab", "lora_id": "c"}, {"extra_key": "a", "lora_id": "bc"}),
+    ],
+)
+def test_requests_of_different_scopes_share_nothing(
+    paged: Engine, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    paged.serve(prompt(12), **one)
+    assert paged.serve(prompt(12), **other).prefix_len == 0
+    assert paged.serve(prompt(12), **one).prefix_len == 8
+    paged.settle()
+    paged.assert_idle()
+
+
+# Host tier
+
+
+def test_a_host_hit_is_loaded_and_holds_what_was_computed(engine: Engine) -> None:
+    engine.to_host(prompt(12))
+    assert engine.cache.total_size() == 0
+    noise = engine.serve(prompt(100, 500))
+    assert noise.prefix_len == 0
+    req = engine.request(prompt(16))
+    load = engine.admit(req)
+    assert (req.prefix_len, req.host_loaded_length, req.host_hit_length) == (12, 12, 12)
+    assert load == 1
+    engine.forward(req, load)
+    engine.assert_adds_up(req)
+    engine.release(req)
+    engine.settle()
+    engine.assert_idle()
+    assert engine.cache.ready_to_load_host_cache() == -1
+
+
+def test_a_hit_may_begin_on_the_device_and_end_on_the_host(paged: Engine) -> None:
+    paged.serve(prompt(8))
+    paged.serve(prompt(16))
+    paged.settle()
+    paged.cache.evict(EvictParams(num_tokens=8))
+    req = paged.request(prompt(20))
+    load = paged.admit(req)
+    assert (req.prefix_len, req.host_loaded_length) == (16, 8)
+    paged.forward(req, load)
+    paged.release(req)
+    paged.settle()
+    paged.assert_idle()
+
+
+def test_without_room_the_load_is_declined_and_the_device_part_is_told(paged: Engine) -> None:
+    paged.to_host(prompt(12))
+    paged.serve(prompt(4))
+    private = paged.allocator.alloc(paged.allocator.available_size())
+    key = RadixKey(array("q", prompt(12)))
+    match = paged.cache.match_prefix(MatchPrefixParams(key=key))
+    assert (match.device_prefix_len, match.host_hit_length) == (4, 8)
+    lock = paged.cache.lock(match.last_device_node)
+    loaded, node = paged.cache.init_load_back(InitLoadBackParams(match.best_match_node, 8))
+    assert loaded == 0 and node is match.last_device_node
+    assert paged.cache.ready_to_load_host_cache() == -1
+    paged.cache.unlock(lock)
+    paged.allocator.free(private)
+    paged.assert_idle()
+
+
+def test_evict_frees_slots_before_it_returns(engine: Engine) -> None:
+    engine.serve(prompt(40))
+    engine.settle()
+    free = engine.allocator.available_size()
+    result = engine.cache.evict(EvictParams(num_tokens=8))
+    assert result.num_tokens_evicted == 8 == engine.allocator.available_size() - free
+
+
+def test_write_back_moves_pages_when_they_are_evicted() -> None:
+    engine = Engine(4, write_policy="write-back")
+    engine.serve(prompt(12))
+    engine.settle()
+    assert engine.cache.cache.tree.host_tokens == 0
+    engine.cache.evict(EvictParams(num_tokens=12))
+    assert engine.cache.cache.tree.host_tokens == 12
+    assert engine.serve(prompt(16)).host_loaded_length == 12
+    engine.settle()
+    engine.assert_idle()
+    engine.close()
+
+
+def test_a_pool_full_of_traffic_stays_exact(engine: Engine) -> None:
+    """More prompts than the device holds, in turns: every reused token is checked in ``forward``."""
+    hits = [0, 0]
+    for turn in range(1, 5):
+        for chat in range(6):
+            req = engine.serve(prompt(11 * turn, 1000 * chat))
+            hits[0] += req.prefix_len - req.host_loaded_length
+            hits[1] += req.host_loaded_length
+            engine.assert_adds_up()
+    engine.settle()
+    engine.assert_idle()
+    assert min(hits) > 0, hits
+    stats = engine.cache.cache.stats
+    assert (stats.hit_device, stats.hit_host) == tuple(hits)
+
+
+# Statistics
+
+
+def test_hits_are_counted_by_tier_once_for_each_admission(paged: Engine) -> None:
+    stats = paged.cache.cache.stats
+    paged.serve(prompt(8))
+    assert (stats.hit_device, stats.hit_host) == (0, 0)
+    paged.serve(prompt(12))
+    assert (stats.hit_device, stats.hit_host) == (8, 0)
+    paged.settle()
+    paged.cache.evict(EvictParams(num_tokens=4))
+    req = paged.request(prompt(20))
+    for _ in range(3):
+        req.init_next_round_input(paged.cache)
+    assert (stats.hit_device, stats.hit_host) == (8, 0), "a look is not a hit"
+    paged.forward(req, paged.admit(req))
+    assert (stats.hit_device, stats.hit_host) == (16, 4)
+    paged.release(req)
+
+
+def test_what_a_retracted_request_gets_back_is_no_hit(paged: Engine) -> None:
+    req = paged.request(prompt(12))
+    paged.forward(req, paged.admit(req))
+    paged.checkpoint(req)
+    paged.release(req, checkpoint=False)
+    req.reset_for_retract()
+    assert req.retracted_stain
+    paged.cache.on_request_queued(req)
+    paged.forward(req, paged.admit(req))
+    assert req.prefix_len == 8
+    assert paged.cache.cache.stats.hit_device == 0
+    paged.release(req)
+    paged.settle()
+    paged.assert_idle()
+
+
+# The waiting queue
+
+
+def test_what_a_queued_request_will_reuse_is_evicted_last(paged: Engine) -> None:
+    paged.serve(prompt(8))
+    waiting = paged.request(prompt(12))
+    paged.serve(prompt(8, 500))
+    paged.settle()
+    paged.cache.evict(EvictParams(num_tokens=8))
+    assert paged.admit(waiting) == -1 and waiting.prefix_len == 8
+    assert waiting.rid not in paged.cache.cache.tree.waiting, "admitted, it has a lock instead"
+    paged.forward(waiting, -1)
+    paged.release(waiting)
+    paged.assert_idle()
+
+
+def test_a_page_that_the_last_token_completes_is_not_waited_for(paged: Engine) -> None:
+    paged.serve(prompt(12))
+    req = paged.request(prompt(12))
+    node = paged.cache.cache.tree.waiting[req.rid]
+    assert sum(len(n) for n in paged.cache.cache.tree.path(node)) == 8
+
+
+def test_requests_with_replaced_embeddings_wait_for_nothing(paged: Engine) -> None:
+    """Their tokens do not say what was computed."""
+    paged.serve(prompt(12))
+    req = paged.request(prompt(12), positional_embed_overrides=SimpleNamespace())
+    assert req.rid not in paged.cache.cache.tree.waiting
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_kind_request_gone_state_stays_when_aborted_in_the_queue(paged: Engine, known: bool) -> None:
+    paged.serve(prompt(12))
+    rid = paged.request(prompt(12)).rid if known else "unknown"
+    handle = CacheRequestHandle(rid, 0)
+    for _ in range(2):
+        paged.cache.finish(handle, CacheRequestOutcome.ABORT)
+    paged.settle()
+    paged.assert_idle()
+
+
+def test_kind_request_gone_state_stays_when_aborted_after_its_load(paged: Engine) -> None:
+    paged.to_host(prompt(12))
+    req = paged.request(prompt(16))
+    paged.admit(req)
+    paged.release(req, checkpoint=False)
+    paged.settle()
+    paged.assert_idle()
+
+
+# Lifetime
+
+
+def test_transfers_idle_waits_for_copies_in_flight(paged: Engine) -> None:
+    paged.serve(prompt(12))
+    assert len(paged.cache.cache.tickets) == 1
+    assert paged.cache.transfers_idle()
+    assert paged.cache.engine.backups.done() == 1
+
+
+def test_reset_leaves_the_slots_to_the_engine(engine: Engine) -> None:
+    engine.to_host(prompt(12))
+    engine.serve(prompt(12, 500))
+    free = engine.allocator.available_size()
+    engine.cache.reset()
+    assert engine.allocator.available_size() == free
+    engine.allocator.clear()
+    engine.rows.clear()
+    assert (engine.cache.total_size(), engine.cache.cache.host_pages.used) == (0, 0)
+    assert engine.serve(prompt(12)).num_matched_prefix_tokens == 0
+    engine.to_host(prompt(12))
+    assert engine.serve(prompt(16)).host_loaded_length == 12
+    engine.settle()
+    engine.assert_idle()
+
+
+def test_host_resources_can_be_released_twice(engine: Engine) -> None:
+    engine.to_host(prompt(12))
+    engine.cache.release_host_resources()
+    engine.cache.release_host_resources()
+    assert engine.cache.host.buffer.numel() == 0
+
+
+def test_printing_tells_nodes_and_totals(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.serve(prompt(12))
+    engine.settle()
+    engine.cache.pretty_print()
+    printed = capsys.readouterr().out
+    assert "#tokens on the device: 12, on the host: 12" in printed and "Node(" in printed
+
+
+def test_invariants_are_checked_only_as_often_as_asked() -> None:
+    engine = Engine(4, check_every=3)
+    calls: list[int] = []
+    engine.cache.cache.check = lambda: calls.append(engine.cache.cache.stats.ticks)  # type: ignore[method-assign]
+    for _ in range(7):
+        engine.cache.check_hicache_events()
+    assert calls == [3, 6]
+    engine.close()
+
+
+# The factory
+
+
+def context(**changes: Any) -> SimpleNamespace:
+    server_args = ServerArgs(model_path="none")
+    setattr(server_args, SETTINGS_ATTRIBUTE, Settings())
+    base = {
+        "server_args": server_args,
+        "params": SimpleNamespace(disable=False),
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": SimpleNamespace(disable=True)}, "switched prefix caching off"),
+        ({"is_hybrid_swa": True}, "sliding-window KV"),
+        ({"is_hybrid_ssm": True}, "recurrent state"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_with_one_line(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"^hicache-ext: error: .*{message}.*") as caught:
+        build.build_cache(context(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_backend_without_the_flag_is_refused() -> None:
+    with pytest.raises(SystemExit, match="start the server with --enable-hicache-ext"):
+        build.build_cache(SimpleNamespace(server_args=ServerArgs(model_path="none")))
+
+
+def test_a_host_tier_of_less_than_a_page_is_refused() -> None:
+    with pytest.raises(SystemExit, match="would not hold a single page of 512 bytes"):
+        Engine(4, host_gb=1e-9)
+
+
+def test_runs_are_cut_by_the_size_of_the_pool() -> None:
+    """The default granule would be the whole of a small pool."""
+    engine = Engine(4)
+    assert engine.cache.cache.config.evict_granule == 4
+    engine.close()

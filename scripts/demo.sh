@@ -92,6 +92,8 @@ DEVICE=()
 if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }; then
     export SGLANG_PLATFORM=hicache_ext_cpu
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
+    # Threads that spin while they wait would starve the load generator on a small machine.
+    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
     DEVICE=(--device cpu --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3)
 fi
 
@@ -128,7 +130,7 @@ run() {
     start_server "$@"
     python -m benchmarks.multiturn --base-url "http://127.0.0.1:$PORT" --label "$name" \
         --sessions "$SESSIONS" --rounds "$ROUNDS" --concurrency "$CONCURRENCY" \
-        --first-tokens 500 --turn-tokens 100 --output-tokens 16 --output "$RESULTS/$name.json.part" \
+        --first-tokens 500 --turn-tokens 100 --output-tokens 16 --bound exact --output "$RESULTS/$name.json.part" \
         || die "the chats on the $name server failed; its log is $RESULTS/$name-server.log"
     # Only a whole run is a result.
     mv "$RESULTS/$name.json.part" "$RESULTS/$name.json"

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hicache_ext.cli import CommandError, patch
+from hicache_ext.cli import CommandError, doctor, patch
 
-_COMMANDS = (patch,)
+_COMMANDS = (doctor, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:

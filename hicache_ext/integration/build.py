@@ -14,7 +14,7 @@ from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.tick import Reduce
 from hicache_ext.integration.flags import check_patches, settings_of
-from hicache_ext.integration.pools import SlotPool, describe
+from hicache_ext.integration.pools import SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
@@ -47,9 +47,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
         raise SettingsError(
             "SGLang has switched prefix caching off for this model; drop --enable-hicache-ext"
         )
-    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-        kind = "sliding-window KV" if ctx.is_hybrid_swa else "recurrent state"
-        raise SettingsError(f"this model has {kind}, which is not carried yet; drop --enable-hicache-ext")
+    account_for_pools(ctx)
     allocator = params.token_to_kv_pool_allocator
     kv = describe(allocator.get_kvcache(), params.page_size)
     reduce = group_min(params.tp_cache_group)

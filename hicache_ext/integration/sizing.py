@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hicache_ext.integration.settings import SettingsError
 
 GB = 1_000_000_000
@@ -28,7 +30,7 @@ def host_pages(
     else:
         pages = min(2 * device_pages, free_bytes // 2 // ranks // page_bytes)
     if pages < 1:
-        smallest = page_bytes * ranks / GB
+        smallest = math.ceil(page_bytes * ranks / GB * 1e6) / 1e6
         raise SettingsError(
             f"the host tier would not hold a single page of {page_bytes} bytes on {ranks} rank(s); "
             f"give --hicache-ext-host-gb at least {smallest:.6f}"

@@ -441,6 +441,16 @@ def test_a_full_host_pool_drops_its_oldest_pages(policy: WritePolicy) -> None:
     assert_idle(rig)
 
 
+def test_a_backup_makes_no_more_room_on_the_host_than_it_needs() -> None:
+    rig = make_rig(host_pages=4)
+    for number in (1, 2, 3):
+        to_host(rig, pages(number))
+        rig.cache.tick()
+    to_host(rig, pages(8, 9))
+    assert [host_len(rig, pages(n)) for n in (1, 2, 3)] == [0, PAGE, PAGE]
+    assert rig.cache.stats.evicted_host == PAGE
+
+
 def test_a_run_larger_than_the_host_pool_is_declined_whole() -> None:
     rig = make_rig(host_pages=2)
     put(rig, pages(1, 2, 3))

@@ -409,9 +409,13 @@ def test_a_host_lock_keeps_pages_from_being_dropped() -> None:
 
 def test_what_is_not_in_a_tier_cannot_be_locked_there() -> None:
     tree = make(4)
-    node = grow(tree, prompt(4, 1))
+    node, other = grow(tree, prompt(4, 1)), grow(tree, prompt(4, 2))
     with pytest.raises(AssertionError):
         tree.lock(node, Tier.HOST)
+    to_host(tree, other)
+    tree.set_device(other, ABSENT)
+    with pytest.raises(AssertionError):
+        tree.lock(other, Tier.DEVICE)
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -645,6 +649,12 @@ def locked_candidate(s: Sample) -> None:
     s.tree.candidates[Tier.DEVICE].add(s.inner)
 
 
+def wrong_candidate(s: Sample) -> None:
+    """As many as there should be, but another one."""
+    s.tree.candidates[Tier.DEVICE].discard(s.leaf)
+    s.tree.candidates[Tier.DEVICE].add(s.inner)
+
+
 def candidate_outside_the_tree(s: Sample) -> None:
     s.tree.candidates[Tier.DEVICE].add(Node(99, s.top, SCOPE, prompt(4, 7)))
 
@@ -689,6 +699,7 @@ CORRUPTIONS: list[Callable[[Sample], None]] = [
     missing_candidate,
     missing_host_candidate,
     locked_candidate,
+    wrong_candidate,
     candidate_outside_the_tree,
     waiters,
     waiters_above,

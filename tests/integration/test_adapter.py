@@ -84,6 +84,8 @@ class Engine:
             params=params,
             is_hybrid_swa=False,
             is_hybrid_ssm=False,
+            is_dsa=False,
+            model_config=SimpleNamespace(is_encoder_decoder=False),
             tp_worker=SimpleNamespace(
                 model_runner=SimpleNamespace(),
                 register_hicache_layer_transfer_counter=self.counters.append,
@@ -99,20 +101,26 @@ class Engine:
         self.cache.on_request_queued(req)
         return req
 
-    def admit(self, req: Req) -> int:
+    def admit(self, req: Req, *, room_to_load: bool = True) -> int:
         """Match, load, lock and allocate; returns what the batch has to wait for."""
         req.init_next_round_input(self.cache)
         if req.host_hit_length:
+            held = None if room_to_load else self.allocator.alloc(self.allocator.available_size())
             loaded, req.last_node = self.cache.init_load_back(
                 InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
             )
             assert loaded in (0, req.host_hit_length)
+            if held is not None:
+                self.allocator.free(held)
             req.host_loaded_length = loaded
             req.prefix_len += loaded
             req.kv.cache_protected_len = req.prefix_len
         req.lock = self.cache.lock(req.last_node)
         length = len(req.full_untruncated_fill_ids)
-        prefix = self.cache.prefix_device_indices(req)
+        # SGLang asks only if there is something to be told.
+        prefix = (
+            self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
+        )
         assert len(prefix) == req.prefix_len
         need = -(-length // self.page) * self.page - req.prefix_len
         if need > self.allocator.available_size():
@@ -543,6 +551,19 @@ def test_what_a_queued_request_will_reuse_is_evicted_last(paged: Engine) -> None
     paged.assert_idle()
 
 
+def test_a_request_whose_load_was_declined_does_not_wait_for_ever(paged: Engine) -> None:
+    paged.to_host(prompt(12))
+    req = paged.request(prompt(16))
+    assert req.rid in paged.cache.cache.tree.waiting
+    paged.forward(req, paged.admit(req, room_to_load=False))
+    assert (req.prefix_len, req.host_hit_length) == (0, 12)
+    paged.checkpoint(req)
+    assert req.rid not in paged.cache.cache.tree.waiting
+    paged.release(req)
+    paged.settle()
+    paged.assert_idle()
+
+
 def test_a_page_that_the_last_token_completes_is_not_waited_for(paged: Engine) -> None:
     paged.serve(prompt(12))
     req = paged.request(prompt(12))
@@ -631,32 +652,15 @@ def test_invariants_are_checked_only_as_often_as_asked() -> None:
 # The factory
 
 
-def context(**changes: Any) -> SimpleNamespace:
+def test_a_model_whose_prefix_caching_is_off_is_refused_with_one_line() -> None:
     server_args = ServerArgs(model_path="none")
     setattr(server_args, SETTINGS_ATTRIBUTE, Settings())
-    base = {
-        "server_args": server_args,
-        "params": SimpleNamespace(disable=False),
-        "is_hybrid_swa": False,
-        "is_hybrid_ssm": False,
-    }
-    return SimpleNamespace(**{**base, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"params": SimpleNamespace(disable=True)}, "switched prefix caching off"),
-        ({"is_hybrid_swa": True}, "sliding-window KV"),
-        ({"is_hybrid_ssm": True}, "recurrent state"),
-    ],
-)
-def test_a_model_that_cannot_be_served_is_refused_with_one_line(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SystemExit, match=f"^hicache-ext: error: .*{message}.*") as caught:
-        build.build_cache(context(**changes))
-    assert "\n" not in str(caught.value)
+    context = SimpleNamespace(server_args=server_args, params=SimpleNamespace(disable=True))
+    with pytest.raises(SystemExit) as caught:
+        build.build_cache(context)
+    assert str(caught.value) == (
+        "hicache-ext: error: SGLang has switched prefix caching off for this model; drop --enable-hicache-ext"
+    )
 
 
 def test_the_backend_without_the_flag_is_refused() -> None:

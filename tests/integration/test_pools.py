@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,20 @@ with warnings.catch_warnings():
     # Some of what SGLang imports warns about itself.
     warnings.simplefilter("ignore")
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NoOpMHATokenToKVPool
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        MambaPool,
+        MHATokenToKOnlyPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+        NoOpMHATokenToKVPool,
+        ReqToTokenPool,
+    )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from hicache_ext.integration.pools import SlotPool, describe
+from hicache_ext.integration.pools import SlotPool, account_for_pools, describe
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
@@ -125,21 +137,128 @@ class Subclass(MHATokenToKVPool):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "parts"),
     [
-        (lambda: mha(Subclass), "Subclass"),
-        (lambda: mha(NoOpMHATokenToKVPool), "NoOpMHATokenToKVPool"),
-        (lambda: mla(use_dsa=True), "MLATokenToKVPool"),
-        (lambda: object(), "object"),
+        (lambda: mha(Subclass), ("Subclass", "does not know")),
+        (lambda: mha(NoOpMHATokenToKVPool), ("NoOpMHATokenToKVPool", "no KV")),
+        (lambda: mla(use_dsa=True), ("MLATokenToKVPool", "sparse-attention index keys")),
+        (lambda: object(), ("builtins.object", "does not know")),
     ],
 )
-def test_kind_a_second_pool_forgotten_other_pools_are_refused(make: Callable[[], Any], name: str) -> None:
+def test_kind_a_second_pool_forgotten_other_pools_are_refused(
+    make: Callable[[], Any], parts: tuple[str, ...]
+) -> None:
     with pytest.raises(SettingsError) as caught:
         describe(make(), PAGE)
-    assert str(caught.value) == (
-        f"this model keeps its KV in a {name}, which hicache-ext does not carry yet; "
-        "start without --enable-hicache-ext"
+    assert all(part in str(caught.value) for part in (*parts, "start without --enable-hicache-ext"))
+    assert "\n" not in str(caught.value)
+
+
+def context(pool: Any, requests: Any = None, **changes: Any) -> Any:
+    """What SGLang hands to the factory of a cache, reduced to what holds pools."""
+    allocator = PagedTokenToKVPoolAllocator(SIZE, PAGE, torch.bfloat16, "cpu", pool, False)
+    requests = requests or ReqToTokenPool(2, SIZE, "cpu", False)
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=PAGE
     )
+    runner = SimpleNamespace(
+        req_to_token_pool=requests,
+        token_to_kv_pool=pool,
+        token_to_kv_pool_allocator=allocator,
+        mtp_draft_device_pools=(),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        memory_pool_config=object(),
+    )
+    fields: dict[str, Any] = {
+        "params": params,
+        "tp_worker": SimpleNamespace(model_runner=runner, model_runner_list=[runner]),
+        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "is_dsa": False,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+def test_a_model_with_one_carried_pool_is_accepted(make: Callable[[], Any]) -> None:
+    account_for_pools(context(make()))
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """A table that holds a recurrent state as well, of a class that no release has."""
+
+
+def in_params(name: str, pool: Any) -> Any:
+    ctx = context(mha())
+    setattr(ctx.params, name, (pool,))
+    return ctx
+
+
+def on_runner(name: str, value: Any) -> Any:
+    ctx = context(mha())
+    setattr(ctx.tp_worker.model_runner, name, value)
+    return ctx
+
+
+def inside_main(value: Any) -> Any:
+    pool = mha()
+    pool.index_pools = {4: value}
+    return context(pool)
+
+
+def bare(kind: type) -> Any:
+    """An instance without buffers; only its class is looked at."""
+    return object.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: in_params("mtp_draft_device_pools", mha()), ("MHATokenToKVPool", "mtp_draft_device")),
+        (lambda: in_params("sidecar_draft_device_pools", mla()), ("MLATokenToKVPool", "sidecar_draft")),
+        (lambda: in_params("mtp_draft_mamba_pools", bare(MambaPool)), ("MambaPool", "SSM", "mtp_draft")),
+        (lambda: on_runner("mtp_draft_device_pools", (mha(),)), ("model_runner.mtp_draft_device_pools[0]",)),
+        (lambda: on_runner("draft_pool", mha(Subclass)), ("Subclass", "model_runner.draft_pool")),
+        (lambda: on_runner("spec_algorithm", SpeculativeAlgorithm.EAGLE), ("draft model", "--speculative")),
+        (lambda: inside_main(bare(DSATokenToKVPool)), ("DSATokenToKVPool", "sparse-attention index keys")),
+        (lambda: inside_main(bare(MHATokenToKOnlyPool)), ("MHATokenToKOnlyPool", "index_pools[0]")),
+        (
+            lambda: context(mha(), bare(HybridReqToTokenPool)),
+            ("HybridReqToTokenPool", "params.req_to_token_pool", "does not know"),
+        ),
+        (lambda: context(mha(), is_hybrid_swa=True), ("sliding-window", "--disable-hybrid-swa-memory")),
+        (lambda: context(mha(), is_hybrid_ssm=True), ("SSM",)),
+        (lambda: context(mla(), is_dsa=True), ("sparse-attention index keys",)),
+        (
+            lambda: context(mha(), model_config=SimpleNamespace(is_encoder_decoder=True)),
+            ("encoder cross-attention",),
+        ),
+        (lambda: context(mha(Subclass)), ("Subclass", "does not know")),
+    ],
+)
+def test_kind_a_second_pool_forgotten(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    """However a model holds another pool, it is found and refused by its name."""
+    with pytest.raises(SettingsError) as caught:
+        account_for_pools(make())
+    assert all(part in str(caught.value) for part in (*parts, "start without --enable-hicache-ext"))
+    assert "\n" not in str(caught.value)
+
+
+def test_kind_a_second_pool_forgotten_hybrid_pools_of_the_engine() -> None:
+    pool = SWAKVPool(
+        size=SIZE,
+        size_swa=SIZE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=8,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        device="cpu",
+    )
+    with pytest.raises(SettingsError, match="SWAKVPool, which holds sliding-window attention"):
+        account_for_pools(context(pool))
 
 
 @pytest.mark.parametrize(

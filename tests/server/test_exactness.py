@@ -20,36 +20,7 @@ from tests.server.harness import Generation, SGLangServer
 SESSIONS = 52
 ROUNDS = 3
 PAGE = 16
-WORDS = [
-    "river",
-    "stone",
-    "garden",
-    "music",
-    "winter",
-    "letter",
-    "captain",
-    "yellow",
-    "market",
-    "silver",
-    "forest",
-    "engine",
-    "copper",
-    "island",
-    "window",
-    "mountain",
-    "paper",
-    "harbour",
-    "kitchen",
-    "orange",
-    "student",
-    "bridge",
-    "doctor",
-    "village",
-    "planet",
-    "signal",
-    "basket",
-    "mirror",
-]
+WORDS = ["river", "stone", "garden", "music", "winter", "letter", "captain", "yellow", "market", "silver"]
 
 
 @dataclass(frozen=True)

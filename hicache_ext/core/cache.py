@@ -191,8 +191,7 @@ class TieredCache:
         # Both ends stay while room is made: evicting may drop host pages and unlocked device pages.
         self.tree.lock(node, Tier.HOST)
         self.tree.lock(above, Tier.DEVICE)
-        self.evict(tokens - self.device.available())
-        slots = self.device.alloc(tokens)
+        slots = self._make_room(tokens)
         if slots is not None:
             start = 0
             for member in nodes:
@@ -333,6 +332,17 @@ class TieredCache:
         assert self.host_pages.used * self.config.page_size == self.tree.host_tokens
 
     # Internals
+
+    def _make_room(self, tokens: int) -> Slots | None:
+        """Device slots for a load, evicting only if that is enough; None otherwise."""
+        shortfall = tokens - self.device.available()
+        if shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
+            self.stats.evict_waits += 1
+            self._settle_backups()
+        if shortfall > self.tree.evictable_tokens:
+            return None
+        self.evict(shortfall)
+        return self.device.alloc(tokens)
 
     def _mark_dirty(self, node: Node) -> None:
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH:

@@ -371,7 +371,7 @@ class TieredRadixTree:
             parent = node.parent
             assert parent is not None
             assert len(node) > 0 and len(node) % self.page_size == 0, node
-            assert parent.children[self._key(parent, node.scope, node.tokens, 0)] is node, node
+            assert parent.children.get(self._key(parent, node.scope, node.tokens, 0)) is node, node
             assert node.device is not ABSENT or node.host is not ABSENT, f"{node} is nowhere"
             if node.device is not ABSENT:
                 assert parent.device is not ABSENT, f"device closure broken at {node}"

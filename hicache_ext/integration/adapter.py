@@ -162,6 +162,9 @@ class HicacheExtCache(BasePrefixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Node]:
         node = params.best_match_node
+        if node.parent is None and node is not self.root_node:
+            # Evicted since the match; what was on the device then is still locked.
+            return 0, params.req.last_node
         loaded = self.cache.load(node)
         if loaded:
             return loaded, node

@@ -16,7 +16,6 @@ class HostPagePool:
     def __init__(self, layout: PageLayout, pages: int, *, pinned: bool) -> None:
         """Raises MemoryError if the host refuses the memory."""
         self.layout = layout
-        self.pinned = pinned
         try:
             self.buffer = torch.empty((pages, layout.page_bytes), dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:

@@ -194,6 +194,14 @@ def test_insert_gives_device_pages_to_what_is_only_on_the_host() -> None:
     tree.check()
 
 
+def test_slots_past_the_tokens_stay_with_the_caller() -> None:
+    """A request's row is longer than its whole pages."""
+    tree = make(4)
+    grow(tree, prompt(4, 1))
+    done = tree.insert(SCOPE, prompt(4, 1, 2), np.arange(100, 111))
+    assert done.node.slots.tolist() == [104, 105, 106, 107] and tree.evictable_tokens == 8
+
+
 def test_insert_touches_the_path() -> None:
     tree = make(4)
     upper = grow(tree, prompt(4, 1))

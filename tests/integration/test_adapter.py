@@ -392,6 +392,8 @@ def test_token_buffers_are_not_kept(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ({"extra_key": "a"}, {"extra_key": "b"}),
+        ({"lora_id": "a"}, {"lora_id": "b"}),
         ({"extra_key": "a"}, {"cache_salt": "a"}),
         ({"extra_key": "a"}, {}),
         ({"cache_salt": "a"}, {"cache_salt": "b"}),

@@ -31,27 +31,31 @@ class Turn:
     answer: Generation
 
 
-def question(rng: random.Random, words: int) -> str:
-    return "Tell me about the " + " and the ".join(rng.choice(WORDS) for _ in range(words)) + "."
+def ask(server: SGLangServer, prompt: list[int]) -> Generation:
+    return server.generate(
+        input_ids=prompt, max_new_tokens=6, logprobs=True, return_cached_tokens_details=True
+    )
 
 
-def play(server: SGLangServer, tokenizer: Any, script: list[Turn] | None, rounds: int = ROUNDS) -> list[Turn]:
-    """Play the chat; with a script, send exactly its prompts, so that answers compare one to one."""
+def chat(server: SGLangServer, tokenizer: Any) -> list[Turn]:
+    """All sessions, round after round; each prompt holds the whole history of its session."""
     rng = random.Random(7)
     turns: list[Turn] = []
     history: dict[int, list[int]] = {s: [] for s in range(SESSIONS)}
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for session in range(SESSIONS):
-            text = f"<|im_start|>user\n{question(rng, 24 if number == 0 else 5)}<|im_end|>\n"
-            prompt = history[session] + tokenizer.encode(text + "<|im_start|>assistant\n")
-            if script is not None:
-                prompt = script[len(turns)].prompt
-            answer = server.generate(
-                input_ids=prompt, max_new_tokens=8, logprobs=True, return_cached_tokens_details=True
-            )
+            words = " and the ".join(rng.choice(WORDS) for _ in range(24 if number == 0 else 5))
+            text = f"<|im_start|>user\nTell me about the {words}.<|im_end|>\n<|im_start|>assistant\n"
+            prompt = history[session] + tokenizer.encode(text)
+            answer = ask(server, prompt)
             history[session] = prompt + answer.output_ids + tokenizer.encode("<|im_end|>\n")
             turns.append(Turn(session, number, prompt, answer))
     return turns
+
+
+def replay(server: SGLangServer, turns: list[Turn]) -> list[Turn]:
+    """The same prompts in the same order, so that answers compare one to one."""
+    return [Turn(t.session, t.round, t.prompt, ask(server, t.prompt)) for t in turns]
 
 
 def cached(turn: Turn, tier: str) -> int:
@@ -67,37 +71,37 @@ def test_device_hit_host_hit_and_cold_run_agree(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(float32_model_path)
-    extended = ["--page-size", str(PAGE), "--enable-hicache-ext", "--hicache-ext-host-gb", "2"]
+    page = ["--page-size", str(PAGE)]
+    extended = [*page, "--enable-hicache-ext", "--hicache-ext-host-gb", "2"]
 
     roomy = start_server(model=float32_model_path, max_total_tokens=20_000, args=extended)
-    on_device = play(roomy, tokenizer, None)
+    on_device = chat(roomy, tokenizer)
     roomy.assert_no_leaks()
     roomy.stop()
 
     tight = start_server(model=float32_model_path, max_total_tokens=2_048, args=extended)
-    from_host = play(tight, tokenizer, on_device)
-    metrics = tight.metrics()
+    from_host = replay(tight, on_device)
+    evicted = tight.metric("hicache_ext_evicted_tokens_total", tier="device")
     tight.assert_no_leaks()
     tight.stop()
 
+    last = [t for t in on_device if t.round == ROUNDS - 1]
     cold = start_server(
-        model=float32_model_path,
-        max_total_tokens=2_048,
-        args=["--page-size", str(PAGE), "--disable-radix-cache"],
+        model=float32_model_path, max_total_tokens=2_048, args=[*page, "--disable-radix-cache"]
     )
-    computed = play(cold, tokenizer, on_device)
+    computed = replay(cold, last)
     cold.stop()
 
-    assert metrics["hicache_ext_evicted_tokens_total"] > 5 * 2_048, "there was no eviction pressure"
-    returning = [i for i, turn in enumerate(on_device) if turn.round > 0]
-    host_share = sum(cached(from_host[i], "host") for i in returning) / sum(
-        from_host[i].answer.cached_tokens for i in returning
-    )
-    assert host_share > 0.9, f"only {host_share:.2f} of the hits came from the host"
-    for a, b, c in zip(on_device, from_host, computed, strict=True):
+    assert evicted > 5 * 2_048, "there was no eviction pressure"
+    hits = sum(t.answer.cached_tokens for t in from_host if t.round > 0)
+    host_hits = sum(cached(t, "host") for t in from_host if t.round > 0)
+    assert host_hits > 0.9 * hits, f"only {host_hits} of {hits} hits came from the host"
+    for a, b in zip(on_device, from_host, strict=True):
         where = (a.session, a.round)
-        assert cached(a, "host") == 0 and c.answer.cached_tokens == 0, where
+        assert cached(a, "host") == 0, where
         assert a.answer.cached_tokens == b.answer.cached_tokens, where
         assert a.answer.output_ids == b.answer.output_ids, where
         assert a.answer.logprobs == b.answer.logprobs, f"{where}: a host hit computes differently"
-        assert a.answer.output_ids == c.answer.output_ids, f"{where}: differs from a cold run"
+    for a, c in zip(last, computed, strict=True):
+        assert c.answer.cached_tokens == 0, a.session
+        assert a.answer.output_ids == c.answer.output_ids, f"{a.session}: differs from a cold run"

@@ -33,6 +33,7 @@ from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.settings import Settings
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
+from hicache_ext.transfer.layers import LayerCounter
 
 
 class HicacheExtCache(BasePrefixCache):
@@ -41,7 +42,13 @@ class HicacheExtCache(BasePrefixCache):
     disable = False
 
     def __init__(
-        self, params: Any, cache: TieredCache, engine: Engine, host: HostPagePool, settings: Settings
+        self,
+        params: Any,
+        cache: TieredCache,
+        engine: Engine,
+        host: HostPagePool,
+        counter: LayerCounter,
+        settings: Settings,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -49,6 +56,7 @@ class HicacheExtCache(BasePrefixCache):
         self.cache = cache
         self.engine = engine
         self.host = host
+        self.counter = counter
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
@@ -95,11 +103,14 @@ class HicacheExtCache(BasePrefixCache):
         length = up_to // self.page_size * self.page_size
         tokens = _as_numpy(req.full_untruncated_fill_ids[:length])
         length = len(tokens) // self.page_size * self.page_size
+        owned = req.kv.cache_protected_len
+        if length < owned:
+            # A stop before the end of the reused prefix: the tree holds more than this request could add.
+            return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[:length].to(torch.int64, copy=True)
         scope = _scope(req.extra_key, req.cache_salt, req.lora_id)
         done = self.cache.insert(scope, tokens[:length], slots)
-        owned = req.kv.cache_protected_len
         if done.matched > owned:
             # Someone else published these pages first: keep theirs, free ours.
             self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
@@ -173,7 +184,10 @@ class HicacheExtCache(BasePrefixCache):
         return 0, node
 
     def ready_to_load_host_cache(self) -> int:
-        return self.cache.start_loads()
+        index = self.cache.start_loads()
+        # SGLang's embedding worker never says which load its batch waits for.
+        self.counter.set_consumer(index)
+        return index
 
     # Once per scheduler step
 

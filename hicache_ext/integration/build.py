@@ -93,7 +93,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
         own=torch.Tensor.clone,
         reduce=reduce,
     )
-    return HicacheExtCache(params, cache, engine, host, settings)
+    return HicacheExtCache(params, cache, engine, host, counter, settings)
 
 
 def group_min(group: Any) -> Reduce | None:

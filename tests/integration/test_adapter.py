@@ -426,6 +426,7 @@ def test_a_host_hit_is_loaded_and_holds_what_was_computed(engine: Engine) -> Non
     load = engine.admit(req)
     assert (req.prefix_len, req.host_loaded_length, req.host_hit_length) == (12, 12, 12)
     assert load == 1
+    assert engine.cache.counter.consumer_index == 1, "a worker that does not set it must wait, too"
     engine.forward(req, load)
     engine.assert_adds_up(req)
     engine.release(req)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.harness import SGLangServer
+from tests.server.workload import assert_all_back
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,3 +43,11 @@ def start_server(model_path: Path, tmp_path: Path) -> Iterator[Callable[..., SGL
             # pytest shows it when the test failed.
             print(f"--- end of {server.log_path} ---\n{server.log_tail()}")
         server.stop()
+
+
+@pytest.fixture
+def server(running_server: SGLangServer) -> Iterator[SGLangServer]:
+    """The module's `running_server`, flushed; after the test, everything it held must be back."""
+    running_server.flush()
+    yield running_server
+    assert_all_back(running_server)

@@ -14,7 +14,6 @@ from tests.server.harness import SGLangServer
 from tests.server.workload import (
     Stream,
     abort,
-    assert_all_back,
     details,
     fill_device,
     generate_all,
@@ -76,13 +75,6 @@ def running_server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iter
         env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"},
     ) as server:
         yield server
-
-
-@pytest.fixture
-def server(running_server: SGLangServer) -> Iterator[SGLangServer]:
-    running_server.flush()
-    yield running_server
-    assert_all_back(running_server)
 
 
 def test_sessions_come_back_from_the_host(server: SGLangServer, case: Case) -> None:

@@ -12,7 +12,6 @@ from tests.server.workload import (
     TOKEN_BYTES,
     Stream,
     abort,
-    assert_all_back,
     details,
     fill_device,
     moved,
@@ -39,13 +38,6 @@ def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangS
         tiny_model(tmp_path_factory), tmp_path_factory.mktemp("kinds"), *flags, page_size=PAGE
     ) as server:
         yield server
-
-
-@pytest.fixture
-def server(running_server: SGLangServer) -> Iterator[SGLangServer]:
-    running_server.flush()
-    yield running_server
-    assert_all_back(running_server)
 
 
 def test_kind_written_but_never_read_back(server: SGLangServer) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.server.harness import SGLangServer
 from tests.server.workload import (
-    assert_all_back,
     details,
     fill_device,
     generate_all,
@@ -41,13 +40,6 @@ def running_server(
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     ) as server:
         yield server
-
-
-@pytest.fixture
-def server(running_server: SGLangServer) -> Iterator[SGLangServer]:
-    running_server.flush()
-    yield running_server
-    assert_all_back(running_server)
 
 
 def test_device_and_host_hits_answer_alike(server: SGLangServer) -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.server.harness import SGLangServer
 from tests.server.workload import (
     TOKEN_BYTES,
-    assert_all_back,
     details,
     fill_device,
     generate_all,
@@ -33,13 +32,6 @@ def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangS
         tiny_model(tmp_path_factory), tmp_path_factory.mktemp("write-back"), *flags, page_size=PAGE
     ) as server:
         yield server
-
-
-@pytest.fixture
-def server(running_server: SGLangServer) -> Iterator[SGLangServer]:
-    running_server.flush()
-    yield running_server
-    assert_all_back(running_server)
 
 
 def test_nothing_is_written_while_the_device_has_room(server: SGLangServer) -> None:

@@ -21,11 +21,12 @@ from rich.table import Table
 
 from hicache_ext.core import kv_spec, model_kv
 from hicache_ext.core.model_kv import ModelConfigError, ModelKV
+from hicache_ext.integration.settings import GB
+from hicache_ext.integration.sizing import least_gb
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-GB = 1_000_000_000
 PYTHONS = ((3, 11), (3, 12))
 
 # Their rows are not what the head counts in config.json say.
@@ -199,12 +200,11 @@ def _lockable() -> Finding:
 def _memory(host_gb: float | None) -> Iterator[Finding]:
     import psutil
 
-    from hicache_ext.integration.flags import cgroup_limit, check_host_memory
+    from hicache_ext.integration.flags import check_host_memory, memory_limit
     from hicache_ext.integration.settings import Settings, SettingsError
 
     memory = psutil.virtual_memory()
-    limit = min(memory.total, cgroup_limit() or memory.total)
-    text = f"{memory.available / GB:.1f} GB free of {limit / GB:.1f} GB"
+    text = f"{memory.available / GB:.1f} GB free of {memory_limit() / GB:.1f} GB"
     try:
         check_host_memory(Settings(host_gb=host_gb))
     except SettingsError as error:
@@ -305,9 +305,11 @@ def _sizes(model: ModelKV, page_size: int, host_gb: float | None) -> dict[str, A
 
 def _too_small(host_gb: float | None, facts: dict[str, Any]) -> Finding:
     text = f"a page of {facts['page_bytes']} bytes does not fit into {facts['host_gb']:g} GB"
-    # Rounded up: what is asked for must hold the page.
-    least = math.ceil(facts["page_bytes"] / 1000) * 1000 / GB
-    cure = "use a smaller page" if host_gb is None else f"give --host-gb at least {least:.6f}"
+    cure = (
+        "use a smaller page"
+        if host_gb is None
+        else f"give --host-gb at least {least_gb(facts['page_bytes']):.6f}"
+    )
     return Finding("host memory", Level.PROBLEM, text, cure)
 
 

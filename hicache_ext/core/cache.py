@@ -256,15 +256,16 @@ class TieredCache:
         if not self._dirty or self._doom is not None:
             return
         nodes: list[Node] = []
-        budget = self.config.backup_limit
-        while self._dirty and budget >= self.config.page_size:
+        # Whole pages, and at least one: a limit below the page size would never write anything.
+        budget = max(self.config.backup_limit // self.config.page_size, 1) * self.config.page_size
+        while self._dirty and budget:
             node = self._dirty.popleft()
             node.backup_queued = False
             if node.parent is not None and node.device is READY and node.host is ABSENT:
                 chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
-                if node.host is ABSENT and budget < self.config.page_size:
+                if node.host is ABSENT and not budget:
                     node.backup_queued = True
                     self._dirty.appendleft(node)
                     break
@@ -354,7 +355,7 @@ class TieredCache:
     def _reserve_host(self, node: Node, limit: int | None = None) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.
 
-        At most ``limit`` tokens: a longer run is cut.
+        At most ``limit`` tokens, a multiple of the page size: a longer run is cut.
         """
         chain = []
         for member in self.tree.path(node):
@@ -368,7 +369,6 @@ class TieredCache:
             self.tree.lock(above, Tier.HOST)
         for member in reversed(chain):
             if limit is not None:
-                limit = limit // self.config.page_size * self.config.page_size
                 if limit == 0:
                     break
                 if len(member) > limit:

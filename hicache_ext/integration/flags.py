@@ -12,12 +12,10 @@ from typing import Any
 
 import psutil
 
-from hicache_ext.integration.settings import Settings, SettingsError, load_settings
+from hicache_ext.integration.settings import GB, Settings, SettingsError, load_settings
 
 BACKEND = "hicache_ext"
 SETTINGS_ATTRIBUTE = "_hicache_ext_settings"
-
-GB = 1_000_000_000
 
 
 def prepare(server_args: Any) -> None:
@@ -200,7 +198,7 @@ def check_host_memory(settings: Settings) -> None:
         return
     memory = psutil.virtual_memory()
     wanted = settings.host_gb * GB
-    limit = min(memory.total, cgroup_limit() or memory.total)
+    limit = memory_limit()
     if wanted > limit:
         raise SettingsError(
             f"--hicache-ext-host-gb {settings.host_gb:g} is more than the {limit / GB:.1f} GB that this "
@@ -211,6 +209,12 @@ def check_host_memory(settings: Settings) -> None:
             f"--hicache-ext-host-gb {settings.host_gb:g} is more than the {memory.available / GB:.1f} GB "
             "that are free now; ask for less, or free memory first"
         )
+
+
+def memory_limit() -> int:
+    """Bytes of memory that this machine or container has."""
+    total = psutil.virtual_memory().total
+    return min(total, cgroup_limit() or total)
 
 
 def cgroup_limit() -> int | None:

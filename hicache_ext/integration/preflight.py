@@ -46,8 +46,8 @@ def prove_layout(pool: Any, kv: DeviceKV, engine: Engine, host: HostPagePool) ->
     for layer, values in zip(layers, wanted, strict=True):
         _write(pool, layer, rows, values)
     written = [_read(pool, layer, rows) for layer in layers]
-    for layer, values in zip(layers, wanted, strict=True):
-        _compare(_read(pool, layer, rows), [v.to(pool.dtype) for v in values], f"layer {layer} as written")
+    for layer, got, values in zip(layers, written, wanted, strict=True):
+        _compare(got, [v.to(pool.dtype) for v in values], f"layer {layer} as written")
 
     engine.backup(1, [rows], pages)
     engine.drain()

@@ -10,6 +10,9 @@ from typing import Any
 
 from hicache_ext.core.cache import WritePolicy
 
+GB = 1_000_000_000
+"""Bytes; what the settings and messages call a GB."""
+
 
 class SettingsError(ValueError):
     """A setting cannot be used; the text is one line with cause and cure."""

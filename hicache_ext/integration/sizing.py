@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hicache_ext.integration.settings import SettingsError
-
-GB = 1_000_000_000
+from hicache_ext.integration.settings import GB, SettingsError
 
 
 def host_pages(
@@ -30,9 +28,13 @@ def host_pages(
     else:
         pages = min(2 * device_pages, free_bytes // 2 // ranks // page_bytes)
     if pages < 1:
-        smallest = math.ceil(page_bytes * ranks / GB * 1e6) / 1e6
         raise SettingsError(
             f"the host tier would not hold a single page of {page_bytes} bytes on {ranks} rank(s); "
-            f"give --hicache-ext-host-gb at least {smallest:.6f}"
+            f"give --hicache-ext-host-gb at least {least_gb(page_bytes * ranks):.6f}"
         )
     return pages
+
+
+def least_gb(needed: int) -> float:
+    """``needed`` bytes in GB, rounded up to six decimals: what is advised must be enough."""
+    return math.ceil(needed / 1000) * 1000 / GB

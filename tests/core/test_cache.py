@@ -844,6 +844,15 @@ def test_kind_scheduler_stalls_a_long_run_is_backed_up_in_parts() -> None:
     assert sum(len(job.slots) for job in rig.transfers.backup_jobs) <= 4 * PAGE
 
 
+def test_a_limit_below_the_page_size_still_writes_a_page_a_step() -> None:
+    rig = make_rig(backup_limit=1)
+    put(rig, pages(1, 2))
+    rig.cache.flush_backups()
+    assert [len(job.slots) for job in rig.transfers.backup_jobs] == [PAGE]
+    settle(rig)
+    assert backed_up(rig, pages(1, 2))
+
+
 def test_kind_scheduler_stalls_completions_of_a_tick_are_limited() -> None:
     rig = make_rig(tick_limit=2)
     for number in range(5):

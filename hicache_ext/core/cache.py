@@ -109,6 +109,8 @@ class Stats:
     evicted_host: int = 0
     backup_declined: int = 0
     """Not backed up because the host pool had no page to spare."""
+    backup_refused: int = 0
+    """Not backed up because the policy expects more of what the host holds."""
     backup_failed: int = 0
     load_declined: int = 0
     """On the host, but the device pool had no room to load it."""
@@ -376,6 +378,9 @@ class TieredCache:
                 limit -= len(member)
             count = len(member) // self.config.page_size
             pages = self.host_pages.alloc(count)
+            if pages is None and not self.tree.policy.admit(member, Tier.HOST):
+                self.stats.backup_refused += len(member)
+                break
             if pages is None:
                 self.evict_host(count - self.host_pages.free)
                 pages = self.host_pages.alloc(count)

@@ -28,7 +28,6 @@ import numpy as np
 
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
 from hicache_ext.core.policy import EvictionPolicy
-from hicache_ext.core.policy.index import EvictionIndex
 from hicache_ext.core.residency import Residency, Tier
 
 if TYPE_CHECKING:
@@ -42,13 +41,18 @@ Slots = Any
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of pages. ``tokens`` is int64; ``pages`` holds one host page number per page."""
+    """A run of pages. ``tokens`` is int64; ``pages`` holds one host page number per page.
+
+    ``start`` tokens lie between the root and the node; ``state`` belongs to the policy.
+    """
 
     id: int
     parent: Node | None
     scope: PrefixScope
     tokens: np.ndarray
     stamp: int = 0
+    start: int = 0
+    state: Any = None
     children: dict[Hashable, Node] = field(default_factory=dict)
     identities: list[bytes] | None = None
 
@@ -112,10 +116,8 @@ class TieredRadixTree:
         self.page_size = page_size
         self.namespace = namespace
         self.own = own
-        self.candidates = {
-            Tier.DEVICE: EvictionIndex(policy.device_rank),
-            Tier.HOST: EvictionIndex(policy.host_rank),
-        }
+        self.policy = policy
+        self.candidates = {tier: policy.index(tier) for tier in Tier}
         self.clock = 0
         self._next_id = 0
         self.clear()
@@ -131,6 +133,7 @@ class TieredRadixTree:
         self.nodes = 0
         for index in self.candidates.values():
             index.clear()
+        self.policy.clear()
 
     # Lookup and growth
 
@@ -155,6 +158,8 @@ class TieredRadixTree:
             pos += common
             if child.device is not ABSENT:
                 device_node, device_len = child, pos
+        if touch and node is not self.root:
+            self.policy.touch(node)
         return Match(device_len, pos - device_len, device_node, node)
 
     def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
@@ -169,9 +174,10 @@ class TieredRadixTree:
             key = self._key(node, scope, tokens, pos)
             child = node.children.get(key)
             if child is None:
-                child = Node(self._new_id(), node, scope, tokens[pos:].copy())
+                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, pos)
                 node.children[key] = child
                 self.nodes += 1
+                self.policy.created(child)
                 common = end - pos
             else:
                 common = self._common(child.tokens, tokens[pos:end])
@@ -192,7 +198,7 @@ class TieredRadixTree:
         assert 0 < length < len(node) and length % self.page_size == 0
         parent = node.parent
         assert parent is not None
-        upper = Node(self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp)
+        upper = Node(self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp, node.start)
         pages = length // self.page_size
         key = self._key(parent, node.scope, node.tokens, 0)
         if node.identities is not None:
@@ -211,10 +217,12 @@ class TieredRadixTree:
             ticket.nodes.insert(ticket.nodes.index(node), upper)
             upper.tickets.append(ticket)
         node.tokens = node.tokens[length:].copy()
+        node.start += length
         parent.children[key] = upper
         node.parent = upper
         upper.children[self._key(upper, node.scope, node.tokens, 0)] = node
         self.nodes += 1
+        self.policy.split(upper, node)
         return upper
 
     def identities(self, node: Node) -> list[bytes]:
@@ -250,6 +258,7 @@ class TieredRadixTree:
             node.slots = None
             node.parent.device_children -= 1
             self.evictable_tokens -= len(node)
+            self.policy.evicted(node, Tier.DEVICE)
             self._reconsider(node.parent, Tier.DEVICE)
         self._reconsider(node, Tier.DEVICE)
         self._reconsider(node, Tier.HOST)
@@ -270,6 +279,7 @@ class TieredRadixTree:
             node.pages = None
             node.parent.host_children -= 1
             self.host_tokens -= len(node)
+            self.policy.evicted(node, Tier.HOST)
             self._reconsider(node.parent, Tier.HOST)
         self._reconsider(node, Tier.HOST)
         self._reconsider(node, Tier.DEVICE)
@@ -278,6 +288,7 @@ class TieredRadixTree:
         """Take a node that is resident nowhere out of the tree; those who wait for it wait for its parent."""
         parent = node.parent
         assert parent is not None and not node.children and node.device is ABSENT and node.host is ABSENT
+        self.policy.forget(node)
         del parent.children[self._key(parent, node.scope, node.tokens, 0)]
         for rid in node.waiting:
             self.waiting[rid] = parent

@@ -1,9 +1,10 @@
 """Replays a request trace through the real radix tree and eviction policies; no GPU, no model.
 
 Reads Mooncake's JSONL (timestamp, input_length, hash_ids) and SGLang's request log
-(--log-requests --log-requests-level 3 --log-requests-format json). Reported per policy and capacity: block and token
-hit rates by tier, prefill seconds saved net of the time that loads take, the cache's own time per request, and what
-a cache that knows the future would reach (benchmarks.trace_replay_optimum says which bound that is).
+(--log-requests --log-requests-level 3 --log-requests-format json). Reported per policy and capacity: block
+and token hit rates by tier, prefill seconds saved net of the time that loads take, the cache's own time per
+request, and what a cache that knows the future would reach (benchmarks.trace_replay_optimum says which
+bound that is).
 
     python -m benchmarks.trace_replay --trace trace.jsonl
     python -m benchmarks.trace_replay --trace trace.jsonl --policies lru,cost --json out.json --plot out.png
@@ -166,7 +167,9 @@ def sweep(
 
 
 def add_gap_closed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds each row's share of the way from LRU to the optimum in seconds saved, None where there is no gap."""
+    """Adds each row's share of the way from LRU to the optimum in seconds saved, None where there is no
+    gap.
+    """
     saved = {(r["policy"], r["host_ratio"], r["device_blocks_capacity"]): r["saved_s"] for r in rows}
     for row in rows:
         at = (row["host_ratio"], row["device_blocks_capacity"])
@@ -223,7 +226,9 @@ def tables(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def averages(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Mean over the capacities of the share of the gap between LRU and the optimum that each policy closes."""
+    """Mean over the capacities of the share of the gap between LRU and the optimum that each policy
+    closes.
+    """
     table = Table(
         title="gap between LRU and the optimum closed, mean over the capacities", title_justify="left"
     )

@@ -1,12 +1,13 @@
 """What a cache that knows the future would save.
 
 Evict the block whose next use is farthest, and never keep one that is not used again (Belady with bypass). A
-block is used whenever a block behind it is, so its next use is never later than theirs: evicting the deeper of two
-with equal next use keeps every prefix closed. For block hits this is the optimum of one tier, closure included. For
-seconds it is a lower bound of the optimum, because it does not weigh blocks by what they cost to compute.
+block is used whenever a block behind it is, so its next use is never later than theirs: evicting the deeper
+of two with equal next use keeps every prefix closed. For block hits this is the optimum of one tier,
+closure included. For seconds it is a lower bound of the optimum, because it does not weigh blocks by what
+they cost to compute.
 
-Two tiers: blocks hit with the capacity of both together, and those that the device alone would hit pay no load.
-No cache of both tiers hits more; block by block this is an upper bound of the Belady kind.
+Two tiers: blocks hit with the capacity of both together, and those that the device alone would hit pay no
+load. No cache of both tiers hits more; block by block this is an upper bound of the Belady kind.
 """
 
 from __future__ import annotations

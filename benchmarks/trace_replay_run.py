@@ -65,8 +65,8 @@ class Instant:
 
 @dataclass
 class Result:
-    """Sums over a replay. ``cold_s``: prefill seconds without a cache; ``saved_s``: what hits saved of them, net of
-    loads. ``cache_s``: wall seconds in tree and policy."""
+    """Sums over a replay. ``cold_s``: prefill seconds without a cache; ``saved_s``: what hits saved of
+    them, net of loads. ``cache_s``: wall seconds in tree and policy."""
 
     requests: int = 0
     blocks: int = 0

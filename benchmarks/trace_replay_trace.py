@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-
 BYTES_PER_TOKEN = 4
 """Assumed where a log holds text and no token ids."""
 

@@ -1,7 +1,8 @@
 """Eviction and admission policies: one file each, one small interface.
 
-A policy learns from ``touch``, ``created``, ``split``, ``evicted`` and ``forget``; it answers through ``index`` (who leaves a
-tier next) and ``admit`` (what a slower tier takes). A policy that orders by a number only implements
+A policy learns from ``touch``, ``created``, ``split``, ``evicted`` and ``forget``; it answers through
+``index`` (who leaves a tier next) and ``admit`` (what a slower tier takes). A policy that orders by a
+number only implements
 ``device_rank`` and ``host_rank``: the lowest rank is evicted first. Ranks may rise at any time without notice
 (the index re-reads a rank before it uses it) but whoever lowers one must tell the index.
 

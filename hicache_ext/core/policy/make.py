@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.policy.cost import Cost
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.lfu import Lfu
 from hicache_ext.core.policy.lru import TierAwareLru
@@ -11,7 +12,7 @@ from hicache_ext.core.policy.slru import Slru
 from hicache_ext.core.policy.tlru import TailLru
 from hicache_ext.core.residency import Tier
 
-NAMES = ("lru", "lfu", "slru", "s3fifo", "tlru")
+NAMES = ("lru", "lfu", "slru", "s3fifo", "tlru", "cost")
 TARGET_TTFT = 0.2
 """Seconds of prefill that tail-optimized LRU takes for acceptable."""
 
@@ -32,4 +33,6 @@ def make_policy(
             return S3Fifo(capacity, page_size)
         case "tlru":
             return TailLru(TARGET_TTFT / costs.token)
+        case "cost":
+            return Cost(costs, page_size)
     raise ValueError(f"unknown eviction policy {name!r}; choose one of {', '.join(NAMES)}")

@@ -16,7 +16,9 @@ PROTECTED_SHARE = 0.8
 
 
 class Slru(EvictionPolicy):
-    """Per tier a protected segment of 80 % of its tokens; what it overflows with is evictable by age again."""
+    """Per tier a protected segment of 80 % of its tokens; what it overflows with is evictable by age
+    again.
+    """
 
     name = "slru"
 

@@ -1,4 +1,6 @@
-"""Tail-optimized LRU (arXiv 2510.15152): first what can be lost without missing a TTFT target, then the oldest."""
+"""Tail-optimized LRU (arXiv 2510.15152): first what can be lost without missing a TTFT target, then the
+oldest.
+"""
 
 from __future__ import annotations
 

@@ -74,6 +74,12 @@ def positive(text: str) -> float:
     return value
 
 
+def wide_console() -> Console:
+    """The terminal, or lines long enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.trace_replay",
@@ -251,7 +257,7 @@ def averages(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    console = Console()
+    console = wide_console()
     try:
         if options.block_tokens < 1 or (options.limit is not None and options.limit < 1):
             raise TraceError("--block-tokens and --limit start at 1")

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.trace_replay import counts, names
+from benchmarks.trace_replay import counts, names, wide_console
 from benchmarks.trace_replay_run import Instant, Pool
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.page import PrefixScope
@@ -174,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error("--tokens must be a multiple of --page-size and hold a page for each node of --path")
     if min(options.nodes) < 20 * options.free:
         p.error(f"--nodes must be at least 20 times --free, {20 * options.free}")
-    console = Console()
+    console = wide_console()
     try:
         report: dict[str, Any] = {"eviction": [], "match": {}}
         table = Table(title=f"freeing {options.free} pages", title_justify="left")
@@ -200,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         matches |= sglang_matches(tokens, options.page_size, parts)
         medians = time_matches(matches, options.tokens, options.repeats)
         table = Table(
-            title=f"matching {options.tokens:,} cached tokens ({options.path} nodes, page {options.page_size})",
+            title=f"matching {options.tokens:,} tokens ({options.path} nodes, page {options.page_size})",
             title_justify="left",
         )
         table.add_column("tree")

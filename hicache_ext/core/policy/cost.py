@@ -25,7 +25,7 @@ PRICE_STEPS = 4
 """Classes of price per octave."""
 SLACK = 1024
 REORDER = 64
-"""Victims after which the ends of all classes are looked at again, because ranks change with age."""
+"""Changes after which the ends of all classes are looked at again, because ranks change with age."""
 ORDER_LIMIT = 8192
 RETRIES = 16
 """Victims at most that are reconsidered in a row because they turn out to be worth more than thought."""
@@ -49,11 +49,12 @@ class CostIndex:
     def __init__(self, policy: Cost, tier: Tier) -> None:
         self._policy = policy
         self._tier = tier
-        self._members: dict[int, tuple[Node, Key]] = {}
+        self._members: dict[int, tuple[Node, Key, int]] = {}
         self._ends: tuple[dict[Key, list[tuple[int, int, Node]]], ...] = ({}, {})
         self._order: list[tuple[float, int, int, Key, Node]] = []
+        self._offered: dict[tuple[Key, int], int] = {}
         self._entries = 0
-        self._pops = 0
+        self._changes = 0
         self._waited = EvictionIndex(lambda node: (node.stamp,))
 
     def __len__(self) -> int:
@@ -65,14 +66,19 @@ class CostIndex:
     def add(self, node: Node) -> None:
         self._waited.discard(node)
         key = self._policy.key(node, self._tier)
-        self._members[node.id] = (node, key)
         time = self._policy.use(node).visit.time
+        self._members[node.id] = (node, key, time)
         for end, sign in enumerate((1, -1)):
             heap = self._ends[end].setdefault(key, [])
             heapq.heappush(heap, (sign * time, node.id, node))
             if heap[0][2] is node:
                 self._offer(key, end, node)
+        if len(self._order) > ORDER_LIMIT:
+            # Nobody takes victims at the moment; the next who does starts afresh.
+            self._order.clear()
+            self._offered.clear()
         self._entries += 1
+        self._changes += 1
         if self._entries > 2 * len(self._members) + SLACK:
             self._rebuild()
 
@@ -85,20 +91,20 @@ class CostIndex:
         if node is None:
             return self._waited.pop()
         del self._members[node.id]
-        self._pops += 1
-        if self._pops % REORDER == 0:
-            self._reorder()
+        self._changes += 1
         return node
 
     def peek(self) -> Node | None:
         """The next victim that nobody waits for."""
         retries = RETRIES
         while self._members:
-            if not self._order:
+            if not self._order or self._changes > min(REORDER, len(self._members) // 8):
                 self._reorder()
             rank, _, end, key, node = self._order[0]
-            known = self._members.get(node.id)
-            if known is None or known[0] is not node or known[1] != key or self._top(key, end) is not node:
+            if self._offered.get((key, end)) != node.id:
+                heapq.heappop(self._order)
+                continue
+            if self._top(key, end) is not node:
                 heapq.heappop(self._order)
                 self._offer(key, end, self._top(key, end))
                 continue
@@ -109,7 +115,7 @@ class CostIndex:
             if retries:
                 retries -= 1
                 key_now = self._policy.key(node, self._tier)
-                if key_now != key:
+                if key_now != key or self._policy.use(node).visit.time != self._members[node.id][2]:
                     self.add(node)
                     continue
                 now = self._policy.rank(node, key)
@@ -129,35 +135,34 @@ class CostIndex:
         while heap:
             node = heap[0][2]
             known = self._members.get(node.id)
-            if known is not None and known[0] is node and known[1] == key:
-                time = self._policy.use(node).visit.time
-                if heap[0][0] == (time if end == 0 else -time):
-                    return node
+            if known is not None and known[1] == key and heap[0][0] == (known[2] if end == 0 else -known[2]):
+                return node
             heapq.heappop(heap)
         self._ends[end].pop(key, None)
         return None
 
     def _offer(self, key: Key, end: int, node: Node | None) -> None:
+        self._offered.pop((key, end), None)
         if node is None:
             return
-        if len(self._order) > ORDER_LIMIT:
-            # Nobody takes victims at the moment; the next who does starts afresh.
-            self._order.clear()
-        else:
-            heapq.heappush(self._order, (self._policy.rank(node, key), node.id, end, key, node))
+        self._offered[key, end] = node.id
+        heapq.heappush(self._order, (self._policy.rank(node, key), node.id, end, key, node))
 
     def _reorder(self) -> None:
         """Ranks change with time: look at the ends of every class again. There are a few hundred classes."""
         self._order = []
+        self._offered = {}
+        self._changes = 0
         for end in (0, 1):
             for key in list(self._ends[end]):
                 self._offer(key, end, self._top(key, end))
 
     def _rebuild(self) -> None:
-        members = [node for node, _ in self._members.values()]
+        members = [node for node, _, _ in self._members.values()]
         self._members.clear()
         self._ends = ({}, {})
         self._order = []
+        self._offered = {}
         self._entries = 0
         for node in members:
             self.add(node)

@@ -174,6 +174,7 @@ class Reuse:
                 use.gap // 2 + 1 if use.gap >= 0 else 0,
                 _log2(visit.end - use.end),
                 min(use.branches, 7),
+                _log2(visit.base) if turn == 1 else _SPAN,
             )
             use.features = tuple(i * 4 * _SPAN + v for i, v in enumerate(values))
         return use.features

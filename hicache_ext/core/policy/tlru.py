@@ -41,7 +41,8 @@ class TailLru(EvictionPolicy):
 
     def device_rank(self, node: Node) -> Rank:
         brought = self._tokens / max(self._turns, 1)
-        safe = node.start >= (node.state or 0) + brought - self.budget
+        # Its last token decides: an eviction takes the end of a long run first.
+        safe = node.start + len(node) - 1 >= (node.state or 0) + brought - self.budget
         return (node.waiters > 0, not safe, node.stamp)
 
     host_rank = device_rank

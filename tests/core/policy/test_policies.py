@@ -1,0 +1,231 @@
+"""What each policy evicts first, in the real tree; and that all keep its invariants."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.trace_replay_run import SCOPE, Instant, Pool
+from hicache_ext.core.cache import CacheConfig, TieredCache
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.policy.make import NAMES, make_policy
+from hicache_ext.core.residency import Tier
+
+COSTS = CostModel()
+
+
+class Server:
+    """A cache of one-token pages with one of the policies."""
+
+    def __init__(self, policy: str, device: int, host: int = 0) -> None:
+        self.policy = make_policy(policy, device_tokens=device, host_tokens=host, page_size=1, costs=COSTS)
+        self.pool = Pool(device)
+        self.cache = TieredCache(CacheConfig(1, host, evict_granule=1), self.policy, self.pool, Instant())
+
+    def serve(self, *tokens: int) -> int:
+        """Serve a prompt; returns its tokens that were found on either tier."""
+        prompt = np.array(tokens, dtype=np.int64)
+        match = self.cache.match(SCOPE, prompt)
+        loaded = self.cache.load(match.host_node) if match.host_len else 0
+        node = match.host_node if loaded else match.device_node
+        self.cache.lock(node)
+        have = match.device_len + loaded
+        self.cache.evict(len(prompt) - have - self.pool.available())
+        slots = self.pool.alloc(min(len(prompt) - have, self.pool.available()))
+        assert slots is not None
+        upto = have + len(slots)
+        done = self.cache.insert(SCOPE, prompt[:upto], np.concatenate([np.zeros(have, np.int64), slots]))
+        assert done.matched <= have
+        self.cache.unlock(node)
+        self.cache.flush_backups()
+        self.cache.start_loads()
+        self.cache.tick()
+        return have
+
+    def cached(self, *tokens: int) -> int:
+        """Tokens on the device, found without touching them."""
+        return self.cache.match(SCOPE, np.array(tokens, dtype=np.int64), touch=False).device_len
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("host", [0, 90])
+def test_random_requests_keep_every_invariant_and_repeat_exactly(name: str, host: int) -> None:
+    """Two ranks that see the same do the same, whatever their clocks say."""
+
+    def run() -> tuple[list[int], list[tuple[int, int, int]]]:
+        rng = random.Random(3)
+        server = Server(name, 40, host)
+        hits = []
+        for _ in range(300):
+            chat = rng.randrange(12)
+            if rng.random() < 0.3:
+                server.cache.want(str(chat), SCOPE, np.array([0, 100 * chat + 1], dtype=np.int64))
+            if rng.random() < 0.3:
+                server.cache.unwant(str(rng.randrange(12)))
+            hits.append(server.serve(0, *(100 * chat + i for i in range(1, rng.randrange(2, 16)))))
+            server.cache.check()
+        nodes = sorted((n.id, int(n.device), int(n.host)) for n in server.cache.tree.walk())
+        return hits, nodes
+
+    first = run()
+    time.sleep(0.01)
+    assert run() == first and sum(first[0]) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_queued_request_waits_for_goes_last(name: str) -> None:
+    server = Server(name, 6)
+    server.serve(1, 2)
+    server.cache.want("r", SCOPE, np.array([1, 2], dtype=np.int64))
+    for other in range(10, 30, 2):
+        server.serve(other, other + 1)
+    assert server.cached(1, 2) == 2
+    server.cache.unwant("r")
+    assert server.cache.evict(6) == 6 and server.cached(1, 2) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reset_forgets_every_node(name: str) -> None:
+    server = Server(name, 6, 12)
+    for other in range(10, 30, 2):
+        server.serve(other, other + 1)
+    server.cache.reset()
+    server.pool = server.cache.device = Pool(6)
+    assert server.cache.evict(1) == 0
+    assert server.serve(10, 11) == 0 and server.serve(10, 11) == 2
+    server.cache.check()
+
+
+@pytest.mark.parametrize("name", ["lfu", "slru", "s3fifo"])
+def test_used_again_outlives_used_once(name: str) -> None:
+    server = Server(name, 10)
+    for _ in range(3):
+        server.serve(1, 2)
+    for other in range(10, 50, 2):
+        server.serve(other, other + 1)
+    assert server.cached(1, 2) == 2
+    server = Server("lru", 10)
+    for _ in range(3):
+        server.serve(1, 2)
+    for other in range(10, 50, 2):
+        server.serve(other, other + 1)
+    assert server.cached(1, 2) == 0
+
+
+def test_slru_lets_go_of_what_overflows_the_protected_segment() -> None:
+    server = Server("slru", 10)
+    for first in (1, 3, 5, 7, 9):
+        server.serve(first, first + 1)
+        server.serve(first, first + 1)
+    assert server.cache.evict(2) == 2
+    assert server.cached(1, 2) == 0 and server.cached(9, 10) == 2
+
+
+def test_s3fifo_recognizes_what_it_evicted() -> None:
+    server = Server("s3fifo", 4)
+    server.serve(1, 2)
+    server.cache.evict(2)
+    server.serve(1, 2)
+    (node,) = server.cache.tree.root.children.values()
+    assert node.state.main == [True, True]
+
+
+def test_tlru_first_loses_tails_that_fit_the_target() -> None:
+    server = Server("tlru", 40)
+    server.policy.budget = 8.0  # type: ignore[attr-defined]
+    server.serve(*range(1, 11))
+    server.serve(*range(1, 14))
+    server.serve(51, 52, 53)
+    # 16 tokens in 3 requests: a next turn brings 5.3, so 2 more of each conversation may be missing.
+    for _ in range(4):
+        assert server.cache.evict(1) == 1
+    assert server.cached(*range(1, 14)) == 11 and server.cached(51, 52, 53) == 1
+
+
+def test_cost_keeps_what_is_dearer_to_compute_again() -> None:
+    """Of two prompts that came together, the end of a long one outlives the short one."""
+    server = Server("cost", 3000)
+    server.policy.costs = CostModel(token=1.0, depth=0.01)  # type: ignore[attr-defined]
+    long = list(range(1, 2001))
+    server.serve(5001, 5002)
+    server.serve(*long)
+    assert server.cache.evict(2) == 2
+    assert server.cached(5001, 5002) == 0 and server.cached(*long) == 2000
+
+
+def test_cost_prefers_to_lose_what_the_host_has() -> None:
+    server = Server("cost", 8, 2)
+    server.serve(1, 2)
+    server.policy.admit = lambda node, tier: False  # type: ignore[method-assign]
+    server.serve(3, 4)
+    assert server.cache.stats.backup_refused == 2
+    assert server.cache.evict(2) == 2
+    assert server.cached(1, 2) == 0 and server.cached(3, 4) == 2
+    assert server.serve(1, 2) == 2
+
+
+def test_cost_learns_which_requests_never_come_back() -> None:
+    """Prompts of 20 tokens are one-time, prompts of 3 return: soon the former make room for the latter."""
+    server = Server("cost", 60)
+    fresh = iter(range(1000, 10**9))
+    short = [[next(fresh) for _ in range(3)] for _ in range(8)]
+    hits = []
+    for turn in range(600):
+        server.serve(*(next(fresh) for _ in range(20)))
+        hits.append(server.serve(*short[turn % 8]))
+    assert sum(hits[-80:]) >= 0.9 * 3 * 80
+    lru = Server("lru", 60)
+    again = 0
+    for turn in range(100):
+        lru.serve(*(next(fresh) for _ in range(20)))
+        again += lru.serve(*short[turn % 8])
+    assert again == 0
+
+
+def test_cost_memory_is_bounded() -> None:
+    server = Server("cost", 50)
+    fresh = iter(range(10**9))
+    for _ in range(3000):
+        server.serve(*(next(fresh) for _ in range(5)))
+    index = server.cache.tree.candidates[Tier.DEVICE]
+    held = sum(len(heap) for ends in index._ends for heap in ends.values())  # type: ignore[attr-defined]
+    assert held < 5000 and len(index._order) <= 8193  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kind_scheduler_stalls_eviction_work_does_not_grow_with_what_stays(name: str) -> None:
+    """Kind 11: as many nodes are looked at in a large tree as in a small one."""
+
+    def looks(prompts: int) -> int:
+        server = Server(name, 4 * prompts)
+        for number in range(prompts):
+            server.serve(4 * number, 4 * number + 1)
+        index, policy, seen = server.cache.tree.candidates[Tier.DEVICE], server.policy, [0]
+        server.cache.evict(2)
+
+        def counted(call):  # type: ignore[no-untyped-def]
+            def count(*args):  # type: ignore[no-untyped-def]
+                seen[0] += 1
+                return call(*args)
+
+            return count
+
+        if name == "cost":
+            policy.rank = counted(policy.rank)  # type: ignore[attr-defined]
+        else:
+            for part in (index, getattr(index, "_small", index), getattr(index, "_main", index)):
+                if hasattr(part, "_rank"):
+                    part._rank = counted(part._rank)
+        assert server.cache.evict(200) == 200
+        assert seen[0] > 0
+        return seen[0]
+
+    assert looks(4000) <= 2 * looks(400) + 100
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"unknown eviction policy 'mru'.*cost"):
+        make_policy("mru", device_tokens=1, host_tokens=0, page_size=1, costs=COSTS)

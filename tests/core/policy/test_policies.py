@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.trace_replay_run import SCOPE, Instant, Pool
 from hicache_ext.core.cache import CacheConfig, TieredCache
+from hicache_ext.core.policy.cost import CostIndex
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import NAMES, make_policy
 from hicache_ext.core.residency import Tier
@@ -191,8 +192,9 @@ def test_cost_memory_is_bounded() -> None:
     for _ in range(3000):
         server.serve(*(next(fresh) for _ in range(5)))
     index = server.cache.tree.candidates[Tier.DEVICE]
-    held = sum(len(heap) for ends in index._ends for heap in ends.values())  # type: ignore[attr-defined]
-    assert held < 5000 and len(index._order) <= 8193  # type: ignore[attr-defined]
+    assert isinstance(index, CostIndex)
+    held = sum(len(heap) for ends in index._ends for heap in ends.values())
+    assert held < 5000 and len(index._order) <= 8193
 
 
 @pytest.mark.parametrize("name", NAMES)

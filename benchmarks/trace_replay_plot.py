@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-STYLES = {"optimum": ("#2c3e50", "--"), "cost": ("#c0392b", "-")}
+STYLES = {
+    "optimum": ("#2c3e50", "--"),
+    "cost": ("#c0392b", "-"),
+    "lru": ("#1b6ca8", "-"),
+    "lfu": ("#f2b134", "-"),
+    "slru": ("#3a9b57", ":"),
+    "s3fifo": ("#7d5ba6", "-"),
+    "tlru": ("#4fb0ae", ":"),
+}
 
 
 def plot_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

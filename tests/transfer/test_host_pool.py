@@ -12,7 +12,7 @@ import torch
 from hicache_ext.transfer.host_pool import HostPagePool, runs
 from hicache_ext.transfer.layout import Component, PageLayout
 
-LAYOUT = PageLayout(2, 1, torch.uint8, (Component("K", 1, 3),), 1)
+LAYOUT = PageLayout(2, 1, torch.uint8, (Component("K", 1, 8),), 1)
 
 
 @pytest.mark.parametrize(

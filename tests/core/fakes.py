@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.tick import CompletionQueue, Reduce
@@ -68,7 +69,16 @@ class Job:
     seq: int
     slots: np.ndarray
     pages: np.ndarray
+    labels: Labels
     fails: bool = False
+
+
+Header = tuple[bytes, bytes, int, int]
+"""Identity, namespace, epoch, and the sum of the content."""
+
+
+def headers_of(labels: Labels) -> list[tuple[bytes, bytes, int]]:
+    return [(row.tobytes(), labels.namespace, labels.epoch) for row in labels.identities]
 
 
 @dataclass
@@ -83,13 +93,18 @@ class FakeTransfers:
 
     def __post_init__(self) -> None:
         self.host = np.full((self.host_pages, self.device.page_size), POISON, dtype=np.int64)
+        self.headers: list[Header | None] = [None] * self.host_pages
 
-    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray) -> None:
-        self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, self.fail_next_backup))
+    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray, labels: Labels) -> None:
+        self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, labels, self.fail_next_backup))
         self.fail_next_backup = False
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray]) -> None:
-        self.load_jobs.append(Job(seq, np.concatenate(slots), pages))
+    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray], labels: Labels) -> None:
+        self.load_jobs.append(Job(seq, np.concatenate(slots), pages, labels))
+
+    def corrupt(self, page: int) -> None:
+        """Damage a host page; its header stays."""
+        self.host[page] += 1
 
     def poll(self) -> None:
         pass
@@ -100,16 +115,33 @@ class FakeTransfers:
         while self.load_jobs:
             self.run_load(0)
 
+    def wait_loads(self, seq: int) -> None:
+        while self.loads.done() < seq:
+            self.run_load(0)
+
     def run_backup(self, index: int) -> None:
         job = self.backup_jobs.pop(index)
-        if not job.fails:
-            self.host[job.pages] = self.device.kv[job.slots].reshape(len(job.pages), -1)
-        self.backups.post(job.seq, ok=not job.fails)
+        for row, (page, header) in enumerate(zip(job.pages.tolist(), headers_of(job.labels), strict=True)):
+            if job.fails:
+                self.headers[page] = None
+                continue
+            size = self.device.page_size
+            self.host[page] = self.device.kv[job.slots[row * size : (row + 1) * size]]
+            self.headers[page] = (*header, int(self.host[page].sum()))
+        self.backups.post(job.seq)
 
     def run_load(self, index: int) -> None:
         job = self.load_jobs.pop(index)
-        self.device.kv[job.slots] = self.host[job.pages].reshape(-1)
-        self.loads.post(job.seq)
+        expected = headers_of(job.labels)
+        bad = [
+            row
+            for row, page in enumerate(job.pages.tolist())
+            if self.headers[page] != (*expected[row], int(self.host[page].sum()))
+        ]
+        content = self.host[job.pages]
+        content[bad] = 0
+        self.device.kv[job.slots] = content.reshape(-1)
+        self.loads.post(job.seq, bad[0] if bad else None)
 
     def run_some(self, rng: random.Random) -> None:
         """Run one job of either direction, if there is one; not necessarily the oldest."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_CACHED_BYTES = 1 << 17
+_CACHED_BYTES = 1 << 18
 """Words folded at a time: what fits into a core's cache beside its source."""
 
 
@@ -27,23 +27,25 @@ def multipliers(words: int) -> np.ndarray:
 
 
 def checksums(words: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Checksum of each row.
+    """Checksum over the last axis.
 
     Args:
-        words: uint64 ``[rows, n]``, rows may lie apart, a row is dense.
+        words: uint64 ``[..., n]``; the last axis is dense, the others may have any stride.
         factors: ``multipliers(n)``.
 
     Returns:
-        uint64 ``[rows]``.
+        uint64 ``[...]``.
     """
-    rows, n = words.shape
-    out = np.empty(rows, dtype=np.uint64)
-    step = max(_CACHED_BYTES // max(8 * n, 1), 1)
-    folded = np.empty((min(step, rows), n), dtype=np.uint64)
-    for start in range(0, rows, step):
+    out = np.empty(words.shape[:-1], dtype=np.uint64)
+    if out.size == 0:
+        return out
+    step = min(max(_CACHED_BYTES // max(words[0].nbytes, 1), 1), len(words))
+    folded = np.empty((step, *words.shape[1:]), dtype=np.uint64)
+    for start in range(0, len(words), step):
         part = words[start : start + step]
         buffer = folded[: len(part)]
         np.right_shift(part, np.uint64(32), out=buffer)
         np.bitwise_xor(buffer, part, out=buffer)
-        np.einsum("rw,w->r", buffer, factors, out=out[start : start + len(part)])
+        sums = np.einsum("rw,w->r", buffer.reshape(-1, words.shape[-1]), factors)
+        out[start : start + len(part)] = sums.reshape(part.shape[:-1])
     return out

@@ -27,23 +27,29 @@ class CompletionQueue:
     """Completions by sequence number; numbers start at 1 and have no gaps once all are posted."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._early: dict[int, int | None] = {}
         self._done = 0
         self._bad: dict[int, int] = {}
 
     def post(self, seq: int, bad: int | None = None) -> None:
         """Called once for each sequence number, from any thread; ``bad`` is the job's first bad page."""
-        with self._lock:
+        with self._changed:
             self._early[seq] = bad
             while (self._done + 1) in self._early:
                 self._done += 1
                 if (page := self._early.pop(self._done)) is not None:
                     self._bad[self._done] = page
+            self._changed.notify_all()
+
+    def wait(self, seq: int) -> None:
+        """Return when ``done`` has reached ``seq``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= seq)
 
     def done(self) -> int:
         """The last sequence number before which every job has ended."""
-        with self._lock:
+        with self._changed:
             return self._done
 
     def first_failure(self, after: int) -> tuple[int, int] | None:
@@ -51,7 +57,7 @@ class CompletionQueue:
 
         Failures up to ``after`` are forgotten.
         """
-        with self._lock:
+        with self._changed:
             for seq in [s for s in self._bad if s <= after]:
                 del self._bad[seq]
             return min(self._bad.items(), default=None)

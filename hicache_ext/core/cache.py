@@ -124,7 +124,7 @@ class Stats:
     backup_declined: int = 0
     """Not backed up because the host pool had no page to spare."""
     refused: int = 0
-    """On the host, and removed because a page did not verify; what was below such a page included."""
+    """Loaded from the host and refused: from the first page of a load that did not verify to its end."""
     load_declined: int = 0
     """On the host, but the device pool had no room to load it."""
     ticks: int = 0
@@ -492,7 +492,7 @@ class TieredCache:
 
     def _sweep(self) -> None:
         """Give back what condemned nodes hold as far as nobody uses it."""
-        for top in list(self.tree.condemned):
+        for top in list(self.tree.condemned.values()):
             for node in reversed(list(self.tree.subtree(top))):
                 if node.host is READY and not node.host_locks and not node.host_children:
                     self._release_host(node)

@@ -30,14 +30,14 @@ def checksums(words: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Checksum over the last axis.
 
     Args:
-        words: uint64 ``[..., n]``; the last axis is dense, the others may have any stride.
+        words: uint64 ``[rows, ..., n]``; the last axis is dense, the others may have any stride.
         factors: ``multipliers(n)``.
 
     Returns:
-        uint64 ``[...]``.
+        uint64 ``[rows, ...]``.
     """
-    out = np.empty(words.shape[:-1], dtype=np.uint64)
-    if out.size == 0:
+    out = np.zeros(words.shape[:-1], dtype=np.uint64)
+    if words.size == 0:
         return out
     step = min(max(_CACHED_BYTES // max(words[0].nbytes, 1), 1), len(words))
     folded = np.empty((step, *words.shape[1:]), dtype=np.uint64)

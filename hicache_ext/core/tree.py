@@ -131,7 +131,7 @@ class TieredRadixTree:
         self.root = Node(self._new_id(), None, PrefixScope(), np.empty(0, np.int64))
         self.root.device = self.root.host = READY
         self.waiting: dict[str, Node] = {}
-        self.condemned: list[Node] = []
+        self.condemned: dict[Hashable, Node] = {}
         self.evictable_tokens = 0
         self.protected_tokens = 0
         self.host_tokens = 0
@@ -222,8 +222,8 @@ class TieredRadixTree:
         node.parent = upper
         node.key = self._key(upper, node.scope, node.tokens, 0)
         upper.children[node.key] = node
-        if node in self.condemned:
-            self.condemned[self.condemned.index(node)] = upper
+        if upper.key in self.condemned:
+            self.condemned[upper.key] = upper
         self.nodes += 1
         return upper
 
@@ -289,8 +289,7 @@ class TieredRadixTree:
         parent = node.parent
         assert parent is not None and not node.children and node.device is ABSENT and node.host is ABSENT
         del parent.children[node.key]
-        if node in self.condemned:
-            self.condemned.remove(node)
+        self.condemned.pop(node.key, None)
         for rid in node.waiting:
             self.waiting[rid] = parent
             if parent is not self.root:
@@ -312,7 +311,7 @@ class TieredRadixTree:
             del parent.children[node.key]
             node.key = (_CONDEMNED, node.id)
             parent.children[node.key] = node
-            self.condemned.append(node)
+            self.condemned[node.key] = node
         for member in self.subtree(node):
             member.doubt = max(member.doubt, doubt)
 
@@ -405,7 +404,7 @@ class TieredRadixTree:
             if node.doubt is Doubt.NONE:
                 assert node.key == self._key(parent, node.scope, node.tokens, 0), node
             elif parent.doubt is Doubt.NONE:
-                assert node in self.condemned and isinstance(node.key, tuple), node
+                assert self.condemned.get(node.key) is node and isinstance(node.key, tuple), node
                 assert node.key[0] is _CONDEMNED, node
             assert node.device is not ABSENT or node.host is not ABSENT, f"{node} is nowhere"
             if node.device is not ABSENT:

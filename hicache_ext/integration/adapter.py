@@ -179,6 +179,7 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_control(self, request: Any) -> None:
         """A control request is about to be carried out."""
+        self.recompute.on_control(request)
         self._adapters.apply(request)
         change = weight_change(request)
         if change is not None:

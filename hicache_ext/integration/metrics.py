@@ -52,6 +52,7 @@ class Metrics:
         self._declined = counter("declined_tokens", "Tokens not copied for lack of room.", "direction")
         self._failed = counter("failed_backup_tokens", "Tokens whose copy to the host failed.")
         self._refused = counter("refused_pages", "Pages that did not verify when they came back.", "reason")
+        self._checks = counter("integrity_seconds", "Time of CPU threads spent on headers and checksums.")
         self._dropped = counter("refused_tokens", "Tokens removed because a page did not verify.")
         self._recomputed = counter("recomputed_requests", "Requests that started again for such a page.")
         self._epoch = gauge("epoch", "Weight changes and flushes since start.")
@@ -89,6 +90,7 @@ class Metrics:
         self._count(self._failed, counts.failed_backups * page)
         for reason in Reason:
             self._count(self._refused, counts.refused[reason], reason=reason.value)
+        self._count(self._checks, counts.check_seconds)
         self._count(self._dropped, stats.refused)
         self._count(self._recomputed, self._recompute.count)
         self._set(self._epoch, cache.epoch)

@@ -69,6 +69,7 @@ def prove_layout(
     for layer, values in zip(layers, written, strict=True):
         _compare(_read(pool, layer, home), values, f"layer {layer} after the host")
     host.buffer[int(pages[-1]), layout.component_offset(0)] ^= 1
+    engine.announces = False
     engine.load(2, pages, [home], labels)
     engine.drain()
     if sealed_pages(labels, integrity)[-1] and engine.loads.first_failure(1) != (2, count - 1):

@@ -47,6 +47,16 @@ class Recompute:
                 self._held.remove(req)
                 self._requeue(scheduler, req)
 
+    def on_control(self, request: Any) -> None:
+        """Pausing retracts what is in the batches, aborting looks for a request in batches and queue."""
+        self.settle(between_steps=False)
+        if self._held and type(request).__name__ == "AbortReq":
+            from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+            for req in self._held:
+                if request.abort_all or req.rid.startswith(request.rid):
+                    req.to_finish = FINISH_ABORT()
+
     def _retract(self, scheduler: Any, req: Any) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +40,8 @@ class Counts:
     bytes_to_device: int = 0
     failed_backups: int = 0
     """Pages whose copy to the host raised an error; they do not verify."""
+    check_seconds: float = 0.0
+    """Time of CPU threads spent on headers and checksums; a GPU does it in the copy streams."""
 
     def __post_init__(self) -> None:
         self.refused: Counter[Reason] = Counter()
@@ -51,6 +55,8 @@ class Engine(Protocol):
     loads: CompletionQueue
     counts: Counts
     faults: FaultInjector | None
+    announces: bool
+    """Whether pages that do not verify are logged."""
 
     @property
     def signal(self) -> LayerSignal: ...
@@ -78,14 +84,15 @@ def make_engine(
     return ThreadEngine(kv, host, seal, faults)
 
 
-def refuse(counts: Counts, reason: Reason, identity: np.ndarray) -> None:
+def refuse(engine: Engine, reason: Reason, identity: np.ndarray) -> None:
     """Count a page that did not verify, and say so once."""
-    counts.refused[reason] += 1
-    logger.warning(
-        "hicache-ext: page %s on the host did not verify (%s); it is removed and computed again",
-        identity.tobytes().hex(),
-        reason,
-    )
+    engine.counts.refused[reason] += 1
+    if engine.announces:
+        logger.warning(
+            "hicache-ext: page %s on the host did not verify (%s); it is removed and computed again",
+            identity.tobytes().hex(),
+            reason,
+        )
 
 
 class ThreadEngine:
@@ -100,6 +107,7 @@ class ThreadEngine:
         self.loads = CompletionQueue()
         self.signal = ThreadSignal()
         self.counts = Counts()
+        self.announces = True
         self._to_host = _Worker("hicache-ext-backup")
         self._to_device = _Worker("hicache-ext-load")
 
@@ -133,7 +141,8 @@ class ThreadEngine:
                 rows = staging[: part.stop - start]
                 size = layout.page_size
                 gather(self.kv, slots[start * size : part.stop * size], rows, torch.arange(len(rows)))
-                self.seal.write(rows, part_of(labels, part))
+                with self._checking():
+                    self.seal.write(rows, part_of(labels, part))
                 if self.faults is not None:
                     self.faults.on_the_way(rows, pages[part])
                 self.host.write(pages[part], rows)
@@ -151,7 +160,8 @@ class ThreadEngine:
         try:
             if self.faults is not None:
                 self.faults.at_rest(self.host.buffer, pages)
-            sound = self._verify(pages, labels)
+            with self._checking():
+                sound = self._verify(pages, labels)
             by_page = slots.view(len(pages), layout.page_size)
             good, good_slots = torch.from_numpy(pages)[sound], by_page[sound].reshape(-1)
             bad_slots = by_page[~sound].reshape(-1)
@@ -171,6 +181,12 @@ class ThreadEngine:
             self.signal.advance(seq, layout.layers - 1)
         self.loads.post(seq, bad)
 
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.counts.check_seconds += time.perf_counter() - start
+
     def _verify(self, pages: np.ndarray, labels: Labels) -> torch.Tensor:
         """Which host pages are what ``labels`` says, bool ``[n]``."""
         sound = torch.empty(len(pages), dtype=torch.bool)
@@ -180,7 +196,7 @@ class ThreadEngine:
             sound[start:stop] = self.seal.verify(rows, part_of(labels, slice(start, stop)))
         for index in (~sound).nonzero().flatten().tolist():
             reason = self.seal.reason(self.host.buffer[int(pages[index])], labels, index)
-            refuse(self.counts, reason, labels.identities[index])
+            refuse(self, reason, labels.identities[index])
         return sound
 
 
@@ -218,6 +234,7 @@ class StreamEngine:
         self.loads = CompletionQueue()
         self.signal = StreamSignal()
         self.counts = Counts()
+        self.announces = True
         self._forward_stream = forward_stream
         self._to_host = torch.cuda.Stream(kv.device)
         self._to_device = torch.cuda.Stream(kv.device)
@@ -288,7 +305,7 @@ class StreamEngine:
         bad = (~sound).nonzero().flatten().tolist()
         for index in bad:
             reason = self.seal.reason(self.host.buffer[int(load.pages[index])], load.labels, index)
-            refuse(self.counts, reason, load.labels.identities[index])
+            refuse(self, reason, load.labels.identities[index])
         self.loads.post(load.seq, bad[0] if bad else None)
 
     def _hand_over(self, slots: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:

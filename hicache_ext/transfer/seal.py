@@ -78,8 +78,7 @@ class Seal:
                 made = checksums(words.numpy().view(np.uint64), self._factors[index])
                 sums.append(torch.from_numpy(made.view(np.int64)))
             else:
-                folded = words ^ ((words >> 32) & 0xFFFFFFFF)
-                sums.append((folded * self._factors_on(words.device)[index]).sum(-1))
+                sums.append(torch_checksums(words, self._factors_on(words.device)[index]))
         return torch.cat(sums, dim=2)
 
     def _words(self, objects: torch.Tensor, index: int) -> torch.Tensor:
@@ -95,3 +94,8 @@ class Seal:
             factors = [torch.from_numpy(f.view(np.int64)).to(device) for f in self._factors]
             self._on_device[device] = factors
         return self._on_device[device]
+
+
+def torch_checksums(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``core.checksum.checksums`` of int64 words, on their device."""
+    return ((words ^ ((words >> 32) & 0xFFFFFFFF)) * factors).sum(-1)

@@ -20,6 +20,7 @@ from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.residency import Doubt
 from hicache_ext.core.tick import CompletionQueue, Reduce
 from hicache_ext.core.tree import Node
 
@@ -261,13 +262,30 @@ def to_host(rig: Rig, tokens: np.ndarray) -> None:
     assert device_len(rig, tokens) == 0
 
 
-def assert_idle(rig: Rig) -> None:
-    """No lock, ticket, waiter or private slot is left, and both pools add up."""
-    cache = rig.cache
+def host_page(rig: Rig, tokens: np.ndarray, index: int) -> int:
+    """Where the host has page ``index`` of a prompt."""
+    pages = [n.pages for n in rig.cache.tree.path(node_at(rig, tokens)) if n.pages is not None][::-1]
+    return int(np.concatenate(pages)[index])
+
+
+def assert_owned_once(rig: Rig, *private: np.ndarray) -> None:
+    """Every device slot is free, a request's own, or one node's; found, condemned or in flight."""
+    cache, size = rig.cache, rig.device.page_size
     cache.check()
+    free = [np.arange(page * size, (page + 1) * size) for page in rig.device.free_pages]
+    slots = np.concatenate([*free, *private, *[n.slots for n in cache.tree.walk() if n.slots is not None]])
+    assert len(np.unique(slots)) == len(slots), "a device slot has two owners"
+    assert len(slots) == rig.device.total, "device slots leaked"
+
+
+def assert_idle(rig: Rig) -> None:
+    """No lock, ticket, waiter, private slot or condemned node is left, and both pools add up."""
+    cache = rig.cache
+    assert_owned_once(rig)
     assert len(cache.tickets) == 0 and not cache.tree.waiting
     for node in cache.tree.walk():
         assert (node.device_locks, node.host_locks, node.waiters) == (0, 0, 0), node
+        assert node.doubt is Doubt.NONE, node
     assert cache.tree.protected_tokens == 0
     assert rig.device.available() + cache.tree.evictable_tokens == rig.device.total
 

@@ -57,7 +57,7 @@ def test_multipliers_are_those_of_splitmix64() -> None:
 
 
 def test_multipliers_are_odd_differ_and_do_not_depend_on_how_many_there_are() -> None:
-    many = multipliers(1 << 20)
+    many = multipliers(1 << 18)
     assert many.dtype == np.uint64 and (many & np.uint64(1)).all()
     assert len(np.unique(many)) == len(many)
     assert np.array_equal(multipliers(1000), many[:1000]) and len(multipliers(0)) == 0

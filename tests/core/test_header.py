@@ -148,6 +148,14 @@ def test_whether_a_page_is_sealed_does_not_depend_on_the_pages_beside_it(integri
     assert together == one_by_one == backwards
 
 
+def test_a_sample_goes_by_the_identity_and_stays_the_same_forever() -> None:
+    """Identities are little-endian numbers here: multiples of 16 are those whose first byte is one."""
+    identities = np.full((256, IDENTITY_BYTES), 0xFF, dtype=np.uint8)
+    identities[:, 0] = np.arange(256)
+    sealed = sealed_pages(Labels(identities, SPACE, 5), Integrity.SAMPLE)
+    assert np.flatnonzero(sealed).tolist() == list(range(0, 256, 16))
+
+
 def test_a_sample_is_about_one_in_sixteen_of_real_identities() -> None:
     pages = page_identities(root_salt(SPACE, ("", "", "")), np.arange(8000), 2)  # type: ignore[arg-type]
     of = Labels(np.frombuffer(b"".join(pages), np.uint8).reshape(-1, IDENTITY_BYTES), SPACE, 1)

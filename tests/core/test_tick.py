@@ -101,18 +101,32 @@ def test_a_waiter_returns_when_its_job_and_those_before_have_ended() -> None:
     returned = threading.Event()
 
     def wait() -> None:
+        queue.wait(3)
+        returned.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    for seq in (1, 4, 2):
+        queue.post(seq)
+        assert not returned.wait(0.05), f"posted {seq}, and job 3 has not ended"
+    queue.post(3)
+    assert returned.wait(10)
+    for seq in (4, 3, 0):
+        queue.wait(seq)
+
+
+@pytest.mark.timeout(60)
+def test_a_waiter_waits_for_the_jobs_before_its_own() -> None:
+    queue = queue_of(2)
+    returned = threading.Event()
+
+    def wait() -> None:
         queue.wait(2)
         returned.set()
 
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    queue.post(2)
+    threading.Thread(target=wait, daemon=True).start()
     assert not returned.wait(0.05), "job 1 has not ended"
-    queue.post(1)
+    queue.post(1, 0)
     assert returned.wait(10)
-    waiter.join()
-    queue.wait(2)
-    queue.wait(0)
 
 
 @steady

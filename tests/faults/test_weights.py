@@ -69,10 +69,13 @@ class Weights:
         self.from_disk(weight_version="step-7")
 
     def from_tensor(self) -> None:
+        import torch
         from sglang.srt.utils import MultiprocessingSerializer
 
         self.now = 1 - self.now
         tensors = list(self._tensors().items())
+        # Descriptors are passed between relatives only; names of shared memory work for any process.
+        torch.multiprocessing.set_sharing_strategy("file_system")
         data = MultiprocessingSerializer.serialize(tensors, output_str=True)
         with self._session():
             self._post("/update_weights_from_tensor", serialized_named_tensors=[data], flush_cache=False)

@@ -5,6 +5,7 @@ Tensors lie on that device or in pinned host memory. A launch returns before the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from hicache_ext.triton_kernels import pages as device
 from hicache_ext.triton_kernels.tables import WORD, Family, PagedKV, SlabRows
 
 RUN_SEARCH_WORDS = 1024
+
+Constants = dict[str, int | bool]
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ def page_starts(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     starts = torch.empty(len(slots) // page_size, dtype=torch.int64, device=slots.device)
     width = _power_of_two(page_size)
     items = max(RUN_SEARCH_WORDS // width, 1)
-    if len(starts):
-        device.starts_kernel[(-(-len(starts) // items),)](slots, starts, len(starts), page_size, width, items)
+    constants = {"PAGE": page_size, "WIDTH": width, "ITEMS": items}
+    search = _Launch(device.starts_kernel, 4, (slots, starts), 1, constants)
+    search(-(-len(starts) // items), len(starts))
     return starts
 
 
@@ -64,33 +68,7 @@ def gather(
         sealed: bool ``[n]``, or None if no page is.
         layers: consecutive, all of them in ``rows``.
     """
-    for family in kv.families:
-        items, shape = _tiles(family, kv.layout, len(pages), len(layers), tuning)
-        if not items:
-            continue
-        tiles = -(-items // shape["ITEMS"])
-        device.gather_kernel[(min(tuning.blocks, tiles),)](
-            kv.pointers,
-            slots,
-            starts,
-            pages,
-            pages if sealed is None else sealed.view(torch.uint8),
-            kv.factors,
-            rows.words,
-            rows.sums,
-            items,
-            tiles,
-            layers.start,
-            layers.start - rows.first_layer,
-            len(layers),
-            **_buffers(family),
-            **_rows(family, kv.layout, rows),
-            **_sums(rows),
-            PAGE=kv.layout.page_size,
-            SEAL=sealed is not None,
-            **shape,
-            num_warps=tuning.warps,
-        )
+    bind_gather(kv, slots, starts, rows, pages, sealed, tuning)(layers)
 
 
 def scatter(
@@ -99,44 +77,20 @@ def scatter(
     starts: torch.Tensor,
     rows: SlabRows,
     pages: torch.Tensor,
-    sealed: torch.Tensor | None,
+    checks: torch.Tensor | None,
     flags: torch.Tensor,
     layers: range,
     tuning: Tuning,
 ) -> None:
-    """Copy rows of pages to the engine's pages; arguments as in ``gather``.
+    """Copy rows of pages to the engine's pages; other arguments as in ``gather``.
 
-    A slab of a sealed page that is not what its checksum says is written as zeros and sets the page's entry
-    of ``flags``, int32 ``[n]``, to 1; other entries stay as they are.
+    Args:
+        checks: uint8 ``[n]`` of ``tables.PLAIN``, ``SEALED``, ``REFUSED``; a bool tensor says sealed or not;
+            None: all are plain. Refused pages are written as zeros. So is a slab of a sealed page that is
+            not what its checksum says.
+        flags: int32 ``[n]``; entries of refused pages and of pages with such a slab become 1, others stay.
     """
-    for family in kv.families:
-        items, shape = _tiles(family, kv.layout, len(pages), len(layers), tuning)
-        if not items:
-            continue
-        tiles = -(-items // shape["ITEMS"])
-        device.scatter_kernel[(min(tuning.blocks, tiles),)](
-            kv.pointers,
-            slots,
-            starts,
-            pages,
-            pages if sealed is None else sealed.view(torch.uint8),
-            kv.factors,
-            rows.words,
-            rows.sums,
-            flags,
-            items,
-            tiles,
-            layers.start,
-            layers.start - rows.first_layer,
-            len(layers),
-            **_buffers(family),
-            **_rows(family, kv.layout, rows),
-            **_sums(rows),
-            PAGE=kv.layout.page_size,
-            VERIFY=sealed is not None,
-            **shape,
-            num_warps=tuning.warps,
-        )
+    bind_scatter(kv, slots, starts, rows, pages, checks, flags, tuning)(layers)
 
 
 def checksums(
@@ -145,27 +99,86 @@ def checksums(
     """Checksums of the slabs of some layers in rows ``pages``, into int64 ``out`` ``[n, groups, slabs]``."""
     if not out.is_contiguous():
         raise ValueError("the tensor for the checksums is not contiguous")
-    for family in kv.families:
-        items, shape = _tiles(family, kv.layout, len(pages), len(layers), tuning)
-        if not items:
-            continue
-        tiles = -(-items // shape["ITEMS"])
-        device.checksum_kernel[(min(tuning.blocks, tiles),)](
-            pages,
-            kv.factors,
-            rows.words,
-            out,
-            items,
-            tiles,
-            layers.start,
-            layers.start - rows.first_layer,
-            len(layers),
-            COMPONENT=family.first,
-            SLABS=kv.layout.geometry.slabs,
-            **_rows(family, kv.layout, rows),
-            **shape,
-            num_warps=tuning.warps,
-        )
+    tensors = (pages, kv.factors, rows.words, out)
+    slabs = kv.layout.geometry.slabs
+    _bind(
+        device.checksum_kernel,
+        kv,
+        rows,
+        len(pages),
+        tuning,
+        tensors,
+        lambda family: {"COMPONENT": family.first, "SLABS": slabs},
+    )(layers)
+
+
+class Bound:
+    """Launches of one kernel over the same pages; a call for some layers takes little time of the CPU."""
+
+    def __init__(self, parts: list[tuple[_Launch, int, int]], first_layer: int, blocks: int) -> None:
+        self._parts = parts
+        self._first_layer = first_layer
+        self._blocks = blocks
+
+    def __call__(self, layers: range) -> None:
+        """Queue ``layers``, which are consecutive and lie in the rows."""
+        for launch, slabs_per_layer, items in self._parts:
+            slabs = slabs_per_layer * len(layers)
+            tiles = -(-slabs // items)
+            counts = (slabs, tiles, layers.start, layers.start - self._first_layer, len(layers))
+            launch(min(self._blocks, tiles), *counts)
+
+    def warm_up(self) -> None:
+        """Compile and load the kernel; it runs over no page."""
+        for launch, _, _ in self._parts:
+            launch(1, 0, 0, 0, 0, 1)
+
+
+def bind_gather(
+    kv: PagedKV,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    rows: SlabRows,
+    pages: torch.Tensor,
+    sealed: torch.Tensor | None,
+    tuning: Tuning,
+) -> Bound:
+    """``gather`` for any layers."""
+    tensors = (kv.pointers, slots, starts, pages, _bytes(sealed, pages), kv.factors, rows.words, rows.sums)
+    seal = {"SEAL": sealed is not None}
+    return _bind(
+        device.gather_kernel,
+        kv,
+        rows,
+        len(pages),
+        tuning,
+        tensors,
+        lambda family: {**_buffers(family, kv.layout), **_sums(rows), **seal},
+    )
+
+
+def bind_scatter(
+    kv: PagedKV,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    rows: SlabRows,
+    pages: torch.Tensor,
+    checks: torch.Tensor | None,
+    flags: torch.Tensor,
+    tuning: Tuning,
+) -> Bound:
+    """``scatter`` for any layers."""
+    tables = (kv.pointers, slots, starts, pages, _bytes(checks, pages), kv.factors, rows.words, rows.sums)
+    verify = {"VERIFY": checks is not None}
+    return _bind(
+        device.scatter_kernel,
+        kv,
+        rows,
+        len(pages),
+        tuning,
+        (*tables, flags),
+        lambda family: {**_buffers(family, kv.layout), **_sums(rows), **verify},
+    )
 
 
 def tile_shape(slab_words: int, words: int) -> tuple[int, int]:
@@ -179,16 +192,65 @@ def tile_shape(slab_words: int, words: int) -> tuple[int, int]:
     return max(words // chunk, 1), chunk
 
 
-def _tiles(
-    family: Family, layout: PageLayout, pages: int, layers: int, tuning: Tuning
-) -> tuple[int, dict[str, int]]:
-    """Number of slabs, and the tile's shape."""
-    items, chunk = tile_shape(family.slab_words, tuning.words)
-    return pages * family.components * layout.groups * layers, {"ITEMS": items, "CHUNK": chunk}
+def _bind(
+    kernel: Any,
+    kv: PagedKV,
+    rows: SlabRows,
+    pages: int,
+    tuning: Tuning,
+    tensors: tuple[torch.Tensor, ...],
+    constants: Callable[[Family], Constants],
+) -> Bound:
+    parts = []
+    for family in kv.families:
+        items, chunk = tile_shape(family.slab_words, tuning.words)
+        shape = {"ITEMS": items, "CHUNK": chunk}
+        chosen = {**constants(family), **_rows(family, kv.layout, rows), **shape}
+        launch = _Launch(kernel, tuning.warps, tensors, 5, chosen)
+        parts.append((launch, pages * family.components * kv.layout.groups, items))
+    return Bound(parts, rows.first_layer, tuning.blocks)
 
 
-def _buffers(family: Family) -> dict[str, Any]:
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Kernels by all that they depend on. Triton's own way to a compiled kernel takes some 50 us a launch."""
+
+
+class _Launch:
+    """A kernel with all arguments but the last ``counts`` ones before its constants."""
+
+    def __init__(
+        self, kernel: Any, warps: int, tensors: tuple[torch.Tensor, ...], counts: int, constants: Constants
+    ) -> None:
+        self._kernel, self._warps, self._tensors, self._constants = kernel, warps, tensors, constants
+        self._device = tensors[0].device
+        self._key = (kernel, self._device, warps, *constants.items())
+        self._ready = _compiled.get(self._key)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._ordered: list[int | bool] = []
+        if self._device.type == "cuda":
+            names = kernel.arg_names[len(tensors) + counts :]
+            self._ordered = [constants[name] for name in names]
+
+    def __call__(self, blocks: int, *counts: int) -> None:
+        if not blocks:
+            return
+        if self._ready is None:
+            launch = self._kernel[(blocks,)]
+            self._ready = launch(*self._tensors, *counts, **self._constants, num_warps=self._warps)
+            _compiled[self._key] = self._ready
+            return
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._ready[(blocks, 1, 1)](*self._addresses, *counts, *self._ordered, stream=stream)
+
+
+def _bytes(sealed: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    """A kernel that takes no notice of the seals still takes a pointer."""
+    return otherwise if sealed is None else sealed.view(torch.uint8)
+
+
+def _buffers(family: Family, layout: PageLayout) -> Constants:
     return {
+        "PAGE": layout.page_size,
         "COMPONENT": family.first,
         "UNIT": family.unit,
         "RUN": family.run,
@@ -198,7 +260,7 @@ def _buffers(family: Family) -> dict[str, Any]:
     }
 
 
-def _rows(family: Family, layout: PageLayout, rows: SlabRows) -> dict[str, Any]:
+def _rows(family: Family, layout: PageLayout, rows: SlabRows) -> Constants:
     offsets = rows.components[family.first : family.first + family.components]
     places = [rows.row, rows.group, family.slab_words, *rows.components, rows.words.data_ptr() // WORD]
     return {
@@ -214,7 +276,7 @@ def _rows(family: Family, layout: PageLayout, rows: SlabRows) -> dict[str, Any]:
     }
 
 
-def _sums(rows: SlabRows) -> dict[str, int]:
+def _sums(rows: SlabRows) -> Constants:
     return {"SUM_ROW": rows.sum_row, "SUM_GROUP": rows.sum_group}
 
 

@@ -135,7 +135,7 @@ def gather_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, 
 
 
 @jit
-def scatter_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, flags, items, tiles, first,
+def scatter_kernel(pointers, slots, starts, pages, checks, factors, words, sums, flags, items, tiles, first,
                    skip, layers, LAYERS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr,
                    COMPONENTS: tl.constexpr, COMPONENT: tl.constexpr, SLAB: tl.constexpr, UNIT: tl.constexpr,
                    RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr,
@@ -158,7 +158,8 @@ def scatter_kernel(pointers, slots, starts, pages, sealed, factors, words, sums,
         if VECTOR:
             source = tl.multiple_of(source, (16, 16))
         if VERIFY:
-            checked = live & (tl.load(sealed + page, mask=live, other=0) != 0)
+            check = tl.load(checks + page, mask=live, other=0)
+            checked = check == 1
             expected = tl.load(sums + row * SUM_ROW + group * SUM_GROUP + slab, mask=checked, other=0)
         total = tl.full((ITEMS, CHUNK), 0, tl.int64)
         for chunk in range(0, SLAB, CHUNK):
@@ -170,7 +171,7 @@ def scatter_kernel(pointers, slots, starts, pages, sealed, factors, words, sums,
             if VERIFY:
                 total += _fold(data) * tl.load(factors + index, mask=index < SLAB, other=0)
         if VERIFY:
-            bad = checked & (tl.reduce(total, 1, tl.standard._sum_combine) != expected)
+            bad = (check == 2) | (checked & (tl.reduce(total, 1, tl.standard._sum_combine) != expected))
             if tl.reduce(bad.to(tl.int32), 0, tl.standard._sum_combine) > 0:
                 # Whoever wrote the bytes above has to be done before they are overwritten.
                 tl.debug_barrier()

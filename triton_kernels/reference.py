@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hicache_ext.core import checksum
-from hicache_ext.triton_kernels.tables import WORD, PagedKV, SlabRows
+from hicache_ext.triton_kernels.tables import REFUSED, SEALED, WORD, PagedKV, SlabRows
 
 
 def page_starts(slots: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def scatter(
     starts: torch.Tensor,
     rows: SlabRows,
     pages: torch.Tensor,
-    sealed: torch.Tensor | None,
+    checks: torch.Tensor | None,
     flags: torch.Tensor,
     layers: range,
     tuning: Any = None,
@@ -58,8 +58,10 @@ def scatter(
         heads = component.heads // layout.groups
         for layer in layers:
             slabs = _slabs(kv, rows, c, layer)[pages]
-            if sealed is not None:
-                bad = (_checksums(slabs) != _sums(kv, rows, c, layer)[pages]) & sealed[:, None]
+            if checks is not None:
+                check = checks.view(torch.uint8)[:, None]
+                wrong = _checksums(slabs) != _sums(kv, rows, c, layer)[pages]
+                bad = (check == REFUSED) | (wrong & (check == SEALED))
                 slabs[bad] = 0
                 flags[bad.any(dim=1)] = 1
             shape = (len(pages), layout.groups, layout.page_size, heads, component.dim)

@@ -15,6 +15,9 @@ from hicache_ext.transfer.layout import PageLayout
 WORD = 8
 """Bytes that a checksum takes at a time."""
 
+PLAIN, SEALED, REFUSED = 0, 1, 2
+"""Of a page that is scattered: no checksums, checksums to verify, zeros in its place."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -107,28 +110,39 @@ def page_rows(layout: PageLayout, pages: torch.Tensor) -> SlabRows:
 
 
 def layer_rows(
-    layout: PageLayout, staging: torch.Tensor, layers: int, first_layer: int, sums: torch.Tensor
+    layout: PageLayout, staging: torch.Tensor, layers: int, first_layer: int, headers: torch.Tensor
 ) -> SlabRows:
-    """A few layers of pages without headers.
+    """A few layers of pages, apart from their headers.
 
     Args:
-        staging: int64, contiguous, at least ``[rows * groups * words of ``layers`` layers of a group]``: for
-            each row and group the components one after another, of each ``layers`` slabs.
-        sums: int64 ``[rows, groups, slabs]``, contiguous: the checksums out of the headers.
+        staging: int64, contiguous: for each row and group the components one after another, of each
+            ``layers`` slabs; see ``layer_row_words``.
+        headers: int64 ``[rows, groups, header_words]``, contiguous; see ``header_words``.
     """
-    slabs = [layout.slab_bytes(c) // WORD for c in layout.components]
-    offsets = tuple(layers * sum(slabs[:c]) for c in range(len(slabs)))
-    group = layers * sum(slabs)
+    offsets, group = [], 0
+    for component in layout.components:
+        offsets.append(group)
+        group += layers * layout.slab_bytes(component) // WORD
     return SlabRows(
         staging.view(-1),
         group * layout.groups,
         group,
-        offsets,
+        tuple(offsets),
         first_layer,
-        sums.view(-1),
-        sums.shape[1] * sums.shape[2],
-        sums.shape[2],
+        headers.view(-1)[FIXED.itemsize // WORD :],
+        layout.groups * header_words(layout),
+        header_words(layout),
     )
+
+
+def layer_row_words(layout: PageLayout, layers: int) -> int:
+    """Words of ``layers`` layers of a page."""
+    return layout.groups * layers * sum(layout.slab_bytes(c) for c in layout.components) // WORD
+
+
+def header_words(layout: PageLayout) -> int:
+    """Words of a header up to its last checksum."""
+    return FIXED.itemsize // WORD + layout.geometry.slabs
 
 
 def _shape(family: Family) -> tuple[int, int, int, int, int, int, bool]:

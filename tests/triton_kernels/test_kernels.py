@@ -22,7 +22,15 @@ from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.layout import Component, PageLayout
 from hicache_ext.triton_kernels import kernels, reference
 from hicache_ext.triton_kernels.kernels import Tuning
-from hicache_ext.triton_kernels.tables import PagedKV, layer_rows, page_rows, paged
+from hicache_ext.triton_kernels.tables import (
+    REFUSED,
+    PagedKV,
+    header_words,
+    layer_row_words,
+    layer_rows,
+    page_rows,
+    paged,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0xA5
@@ -279,6 +287,23 @@ def test_damage_is_flagged_and_zeroed(name: str, damage: str, sealed: bool) -> N
         assert (not part.view(torch.uint8).any()) == (sealed and layer in hit)
 
 
+def test_a_refused_page_becomes_zeros() -> None:
+    s = Setup(NAMED["page of 128"])
+    pages, every = s.poisoned(), range(s.case.layers)
+    rows = page_rows(s.layout, pages)
+    kernels.gather(s.kv, s.source, s.starts, rows, s.rows, None, every, s.case.tuning)
+    checks = torch.tensor([0, 0, REFUSED, 0], dtype=torch.uint8, device=DEVICE)
+    flags = torch.zeros(s.PAGES, dtype=torch.int32, device=DEVICE)
+    starts = kernels.page_starts(s.target, s.case.page_size)
+    kernels.scatter(s.kv, s.target, starts, rows, s.rows, checks, flags, every, s.case.tuning)
+    assert flags.tolist() == [0, 0, 1, 0]
+    for buffers in s.kv.kv.buffers:
+        for buffer in buffers:
+            found, want = (buffer[slots].view(s.PAGES, -1) for slots in (s.target, s.source))
+            assert not found[2].any()
+            assert torch.equal(found[[0, 1, 3]], want[[0, 1, 3]])
+
+
 def test_a_few_layers_in_a_staging_buffer_of_their_own() -> None:
     """Layers without headers beside a table of checksums: what a strided copy brings."""
     for name in ("page of one token", "K wider than V"):
@@ -289,15 +314,15 @@ def test_a_few_layers_in_a_staging_buffer_of_their_own() -> None:
         kernels.gather(
             kv, s.source, s.starts, page_rows(layout, pages), s.rows, seals, range(count), s.case.tuning
         )
-        sums = torch.zeros((s.PAGES, layout.groups, layout.geometry.slabs), dtype=torch.int64, device=DEVICE)
-        kernels.checksums(kv, page_rows(layout, pages), s.rows, sums, range(count), s.case.tuning)
+        objects = pages[s.rows].view(torch.int64).view(s.PAGES, layout.groups, -1)
+        headers = objects[:, :, : header_words(layout)].contiguous()
         index = torch.arange(s.PAGES, device=DEVICE)
         starts = kernels.page_starts(s.target, s.case.page_size)
         flags = torch.zeros(s.PAGES, dtype=torch.int32, device=DEVICE)
-        size = s.PAGES * layout.groups * 2 * sum(layout.slab_bytes(c) for c in layout.components)
+        size = s.PAGES * layer_row_words(layout, 2)
         for layers in (range(2), range(count - 1, count)):
-            staging = torch.full((size // 8,), -1, dtype=torch.int64, device=DEVICE)
-            views = layer_rows(layout, staging, 2, layers.start, sums)
+            staging = torch.full((size,), -1, dtype=torch.int64, device=DEVICE)
+            views = layer_rows(layout, staging, 2, layers.start, headers)
             kernels.gather(kv, s.source, s.starts, views, index, None, layers, s.case.tuning)
             kernels.scatter(kv, s.target, starts, views, index, seals, flags, layers, s.case.tuning)
         assert not flags.any()

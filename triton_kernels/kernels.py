@@ -65,7 +65,7 @@ def gather(
         slots: int64 ``[n * page_size]``, page by page.
         starts: int64 ``[n]``, see ``page_starts``.
         pages: int64 ``[n]``, distinct rows.
-        sealed: bool ``[n]``, or None if no page is.
+        sealed: bool ``[n]``; the entries of other pages become 0. None: no page is, and no entry is written.
         layers: consecutive, all of them in ``rows``.
     """
     bind_gather(kv, slots, starts, rows, pages, sealed, tuning)(layers)

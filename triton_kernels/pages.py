@@ -129,9 +129,9 @@ def gather_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, 
             if SEAL:
                 total += _fold(data) * tl.load(factors + index, mask=index < SLAB, other=0)
         if SEAL:
-            wanted = live & (tl.load(sealed + page, mask=live, other=0) != 0)
-            entry = row * SUM_ROW + group * SUM_GROUP + slab
-            tl.store(sums + entry, tl.reduce(total, 1, tl.standard._sum_combine), mask=wanted)
+            wanted = tl.load(sealed + page, mask=live, other=0) != 0
+            made = tl.where(wanted, tl.reduce(total, 1, tl.standard._sum_combine), 0)
+            tl.store(sums + row * SUM_ROW + group * SUM_GROUP + slab, made, mask=live)
 
 
 @jit

@@ -38,7 +38,7 @@ def gather(
             slabs = _words(tokens.permute(0, 2, 1, 3, 4).contiguous()).view(len(pages), layout.groups, -1)
             _slabs(kv, rows, c, layer)[pages] = slabs
             if sealed is not None:
-                _sums(kv, rows, c, layer)[pages[sealed]] = _checksums(slabs[sealed])
+                _sums(kv, rows, c, layer)[pages] = _checksums(slabs).where(sealed[:, None], 0)
 
 
 def scatter(

@@ -86,7 +86,8 @@ def gather(
         out: uint8 ``[rows, page_bytes]`` in pinned host memory or on the device; the rest of the headers is
             left alone.
         pages: int64 ``[n]`` on the device, distinct rows.
-        sealed: bool ``[n]`` on the device, or None if no page is.
+        sealed: bool ``[n]`` on the device; other pages get zeros for checksums. None: no page is sealed, and
+            nothing is written there.
     """
     rows = tables.page_rows(kv.layout, out)
     every = range(kv.layout.layers)

@@ -52,7 +52,7 @@ def page_starts(slots: torch.Tensor, page_size: int) -> torch.Tensor:
 def gather(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     sealed: torch.Tensor | None,
@@ -63,7 +63,7 @@ def gather(
 
     Args:
         slots: int64 ``[n * page_size]``, page by page.
-        starts: int64 ``[n]``, see ``page_starts``.
+        starts: int64 ``[n]``, see ``page_starts``; None: every slot is looked up.
         pages: int64 ``[n]``, distinct rows.
         sealed: bool ``[n]``; the entries of other pages become 0. None: no page is, and no entry is written.
         layers: consecutive, all of them in ``rows``.
@@ -74,7 +74,7 @@ def gather(
 def scatter(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     checks: torch.Tensor | None,
@@ -137,14 +137,23 @@ class Bound:
 def bind_gather(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     sealed: torch.Tensor | None,
     tuning: Tuning,
 ) -> Bound:
     """``gather`` for any layers."""
-    tensors = (kv.pointers, slots, starts, pages, _bytes(sealed, pages), kv.factors, rows.words, rows.sums)
+    tensors = (
+        kv.pointers,
+        slots,
+        _or(starts, slots),
+        pages,
+        _bytes(sealed, pages),
+        kv.factors,
+        rows.words,
+        rows.sums,
+    )
     seal = {"SEAL": sealed is not None}
     return _bind(
         device.gather_kernel,
@@ -153,14 +162,14 @@ def bind_gather(
         len(pages),
         tuning,
         tensors,
-        lambda family: {**_buffers(family, kv.layout), **_sums(rows), **seal},
+        lambda family: {**_buffers(family, kv.layout, starts), **_sums(rows), **seal},
     )
 
 
 def bind_scatter(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     checks: torch.Tensor | None,
@@ -168,7 +177,16 @@ def bind_scatter(
     tuning: Tuning,
 ) -> Bound:
     """``scatter`` for any layers."""
-    tables = (kv.pointers, slots, starts, pages, _bytes(checks, pages), kv.factors, rows.words, rows.sums)
+    tables = (
+        kv.pointers,
+        slots,
+        _or(starts, slots),
+        pages,
+        _bytes(checks, pages),
+        kv.factors,
+        rows.words,
+        rows.sums,
+    )
     verify = {"VERIFY": checks is not None}
     return _bind(
         device.scatter_kernel,
@@ -177,7 +195,7 @@ def bind_scatter(
         len(pages),
         tuning,
         (*tables, flags),
-        lambda family: {**_buffers(family, kv.layout), **_sums(rows), **verify},
+        lambda family: {**_buffers(family, kv.layout, starts), **_sums(rows), **verify},
     )
 
 
@@ -243,14 +261,19 @@ class _Launch:
         self._ready[(blocks, 1, 1)](*self._addresses, *counts, *self._ordered, stream=stream)
 
 
-def _bytes(sealed: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
-    """A kernel that takes no notice of the seals still takes a pointer."""
-    return otherwise if sealed is None else sealed.view(torch.uint8)
+def _or(tensor: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
+    """A kernel that does without a tensor still takes a pointer."""
+    return unused if tensor is None else tensor
 
 
-def _buffers(family: Family, layout: PageLayout) -> Constants:
+def _bytes(checks: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
+    return unused if checks is None else checks.view(torch.uint8)
+
+
+def _buffers(family: Family, layout: PageLayout, starts: torch.Tensor | None) -> Constants:
     return {
         "PAGE": layout.page_size,
+        "FOUND": starts is not None and layout.page_size > 1,
         "COMPONENT": family.first,
         "UNIT": family.unit,
         "RUN": family.run,

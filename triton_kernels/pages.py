@@ -31,14 +31,17 @@ def _number(item, layers, GROUPS: tl.constexpr, COMPONENTS: tl.constexpr):
 
 
 @jit
-def _units(index, live, page, group, start, slots, PAGE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-           SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr):  # fmt: skip
+def _units(index, live, page, group, start, slots, PAGE: tl.constexpr, FOUND: tl.constexpr,
+           RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+           RUN_STRIDE: tl.constexpr):  # fmt: skip
     """Offsets of units ``index`` [1, CHUNK] of slabs [ITEMS, 1] in the engine's buffers."""
     token = index // (RUN * RUNS)
     if PAGE == 1:
         slot = tl.load(slots + page, mask=live, other=0)
+    elif not FOUND:
+        slot = tl.load(slots + page * PAGE + token, mask=live & (token < PAGE), other=0)
     else:
-        # The slots of a page mostly lie in a row; then nothing waits for a load.
+        # The slots of a page mostly lie in a row; then addresses do not wait for a load.
         scattered = tl.load(slots + page * PAGE + token, mask=live & (start < 0) & (token < PAGE), other=0)
         slot = tl.where(start < 0, scattered, start + token)
     run = group * RUNS + (index // RUN) % RUNS
@@ -61,42 +64,46 @@ def _typed(address, UNIT: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @jit
-def _read(base, index, mask, live, page, group, start, slots, PAGE: tl.constexpr, UNIT: tl.constexpr,
-          RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+def _read(base, index, mask, live, page, group, start, slots, PAGE: tl.constexpr, FOUND: tl.constexpr,
+          UNIT: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr,
           RUN_STRIDE: tl.constexpr):  # fmt: skip
     """Words ``index`` of slabs in the engine's buffers, int64."""
     if UNIT == 8:
-        at = _units(index, live, page, group, start, slots, PAGE, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
+        at = _units(index, live, page, group, start, slots, PAGE, FOUND, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
         words = tl.load(base + at, mask=mask, other=0)
     else:
         bits = tl.full(mask.shape, 0, tl.uint64)
         for part in tl.static_range(8 // UNIT):
             unit = index * (8 // UNIT) + part
-            at = _units(unit, live, page, group, start, slots, PAGE, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
+            at = _units(
+                unit, live, page, group, start, slots, PAGE, FOUND, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE
+            )
             bits |= tl.load(base + at, mask=mask, other=0).to(tl.uint64) << (part * 8 * UNIT)
         words = bits.to(tl.int64, bitcast=True)
     return words
 
 
 @jit
-def _write(base, words, index, mask, live, page, group, start, slots, PAGE: tl.constexpr, UNIT: tl.constexpr,
-           RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-           RUN_STRIDE: tl.constexpr):  # fmt: skip
+def _write(base, words, index, mask, live, page, group, start, slots, PAGE: tl.constexpr,
+           FOUND: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+           SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr):  # fmt: skip
     """The reverse of ``_read``."""
     if UNIT == 8:
-        at = _units(index, live, page, group, start, slots, PAGE, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
+        at = _units(index, live, page, group, start, slots, PAGE, FOUND, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
         tl.store(base + at, words, mask=mask)
     else:
         bits = words.to(tl.uint64, bitcast=True)
         for part in tl.static_range(8 // UNIT):
             unit = index * (8 // UNIT) + part
-            at = _units(unit, live, page, group, start, slots, PAGE, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)
+            at = _units(
+                unit, live, page, group, start, slots, PAGE, FOUND, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE
+            )
             tl.store(base + at, (bits >> (part * 8 * UNIT)).to(base.dtype.element_ty), mask=mask)
 
 
 @jit
 def gather_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, items, tiles, first, skip,
-                  layers, LAYERS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr,
+                  layers, LAYERS: tl.constexpr, PAGE: tl.constexpr, FOUND: tl.constexpr, GROUPS: tl.constexpr,
                   COMPONENTS: tl.constexpr, COMPONENT: tl.constexpr, SLAB: tl.constexpr, UNIT: tl.constexpr,
                   RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr,
                   VECTOR: tl.constexpr, ROW: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
@@ -124,7 +131,7 @@ def gather_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, 
             index = chunk + tl.arange(0, CHUNK)[None, :]
             mask = live[:, None] & (index < SLAB)
             data = _read(base, index, mask, live[:, None], page[:, None], group[:, None], start[:, None],
-                         slots, PAGE, UNIT, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)  # fmt: skip
+                         slots, PAGE, FOUND, UNIT, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)  # fmt: skip
             tl.store(out + index, data, mask=mask)
             if SEAL:
                 total += _fold(data) * tl.load(factors + index, mask=index < SLAB, other=0)
@@ -136,9 +143,10 @@ def gather_kernel(pointers, slots, starts, pages, sealed, factors, words, sums, 
 
 @jit
 def scatter_kernel(pointers, slots, starts, pages, checks, factors, words, sums, flags, items, tiles, first,
-                   skip, layers, LAYERS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr,
-                   COMPONENTS: tl.constexpr, COMPONENT: tl.constexpr, SLAB: tl.constexpr, UNIT: tl.constexpr,
-                   RUN: tl.constexpr, RUNS: tl.constexpr, SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr,
+                   skip, layers, LAYERS: tl.constexpr, PAGE: tl.constexpr, FOUND: tl.constexpr,
+                   GROUPS: tl.constexpr, COMPONENTS: tl.constexpr, COMPONENT: tl.constexpr,
+                   SLAB: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+                   SLOT_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr,
                    VECTOR: tl.constexpr, ROW: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
                    BETWEEN: tl.constexpr, SUM_ROW: tl.constexpr, SUM_GROUP: tl.constexpr,
                    VERIFY: tl.constexpr, ITEMS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
@@ -167,7 +175,7 @@ def scatter_kernel(pointers, slots, starts, pages, checks, factors, words, sums,
             mask = live[:, None] & (index < SLAB)
             data = tl.load(source + index, mask=mask, other=0)
             _write(base, data, index, mask, live[:, None], page[:, None], group[:, None], start[:, None],
-                   slots, PAGE, UNIT, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)  # fmt: skip
+                   slots, PAGE, FOUND, UNIT, RUN, RUNS, SLOT_STRIDE, RUN_STRIDE)  # fmt: skip
             if VERIFY:
                 total += _fold(data) * tl.load(factors + index, mask=index < SLAB, other=0)
         if VERIFY:
@@ -179,7 +187,7 @@ def scatter_kernel(pointers, slots, starts, pages, checks, factors, words, sums,
                     index = chunk + tl.arange(0, CHUNK)[None, :]
                     mask = bad[:, None] & (index < SLAB)
                     _write(base, tl.full((ITEMS, CHUNK), 0, tl.int64), index, mask, bad[:, None],
-                           page[:, None], group[:, None], start[:, None], slots, PAGE, UNIT, RUN, RUNS,
+                           page[:, None], group[:, None], start[:, None], slots, PAGE, FOUND, UNIT, RUN, RUNS,
                            SLOT_STRIDE, RUN_STRIDE)  # fmt: skip
                 tl.store(flags + page, tl.full((ITEMS,), 1, tl.int32), mask=bad)
 

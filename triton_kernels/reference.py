@@ -21,7 +21,7 @@ def page_starts(slots: torch.Tensor, page_size: int) -> torch.Tensor:
 def gather(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     sealed: torch.Tensor | None,
@@ -44,7 +44,7 @@ def gather(
 def scatter(
     kv: PagedKV,
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    starts: torch.Tensor | None,
     rows: SlabRows,
     pages: torch.Tensor,
     checks: torch.Tensor | None,

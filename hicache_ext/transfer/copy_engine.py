@@ -35,12 +35,12 @@ def read_headers(layout: PageLayout, host: torch.Tensor, pages: np.ndarray, head
     Args:
         headers: int64 ``[n, groups, words]``, contiguous, on the device.
     """
-    size = layout.geometry.object_bytes
-    width = FIXED.itemsize + 8 * layout.geometry.slabs
+    size, width = layout.geometry.object_bytes, FIXED.itemsize + 8 * layout.geometry.slabs
+    out, stream = _flat(headers), _stream(headers.device)
     for start, stop in runs(pages):
         objects = (stop - start) * layout.groups
-        source = _window(host, int(pages[start]) * layout.page_bytes, objects, size, width)
-        _copy_window(_window(_flat(headers), start * layout.groups * width, objects, width, width), source)
+        source = host, int(pages[start]) * layout.page_bytes, size
+        _copy_rows((out, start * layout.groups * width, width), source, objects, width, stream)
 
 
 def read_layers(
@@ -53,15 +53,14 @@ def read_layers(
     """
     slabs = [layout.slab_bytes(c) for c in layout.components]
     size, group = layout.geometry.object_bytes, len(layers) * sum(slabs)
-    out = _flat(staging)
+    starts = [layout.component_offset(c) + layers.start * slab for c, slab in enumerate(slabs)]
+    out, stream = _flat(staging), _stream(staging.device)
     for start, stop in runs(pages):
-        objects = (stop - start) * layout.groups
-        place = start * layout.groups * group
-        for index, slab in enumerate(slabs):
+        objects, place = (stop - start) * layout.groups, start * layout.groups * group
+        page = int(pages[start]) * layout.page_bytes
+        for slab, offset in zip(slabs, starts, strict=True):
             width = len(layers) * slab
-            offset = layout.component_offset(index) + layers.start * slab
-            source = _window(host, int(pages[start]) * layout.page_bytes + offset, objects, size, width)
-            _copy_window(_window(out, place, objects, group, width), source)
+            _copy_rows((out, place, group), (host, page + offset, size), objects, width, stream)
             place += width
 
 
@@ -88,34 +87,36 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _window(memory: torch.Tensor, offset: int, rows: int, pitch: int, width: int) -> torch.Tensor:
-    """Rows of ``width`` bytes that start ``pitch`` bytes apart."""
-    return memory.as_strided((rows, width), (pitch, 1), memory.storage_offset() + offset)
+Rows = tuple[torch.Tensor, int, int]
+"""Bytes, offset of the first row, distance of the rows."""
 
 
-def _copy_window(out: torch.Tensor, source: torch.Tensor) -> None:
-    """torch would pack a strided host tensor on the CPU first; the copy engine takes it as it is."""
-    if not out.is_cuda:
-        out.copy_(source)
-        return
-    runtime = _runtime()
-    rows, width = source.shape
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
-    stream = torch.cuda.current_stream(out.device).cuda_stream
-    pitches = out.stride(0), source.stride(0)
-    _check(
-        runtime.cudaMemcpy2DAsync(
-            out.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, rows, kind, stream
+def _copy_rows(out: Rows, source: Rows, rows: int, width: int, stream: int | None) -> None:
+    """Rows of ``width`` bytes. torch would pack them on the CPU; the copy engine takes them as they lie."""
+    if stream is None:
+        there, here = (
+            memory.as_strided((rows, width), (pitch, 1), memory.storage_offset() + offset)
+            for memory, offset, pitch in (out, source)
         )
-    )
+        there.copy_(here)
+        return
+    to, start = out[0].data_ptr() + out[1], source[0].data_ptr() + source[1]
+    runtime = _runtime()
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+    _check(runtime.cudaMemcpy2DAsync(to, out[2], start, source[2], width, rows, kind, stream))
+
+
+def _stream(device: torch.device) -> int | None:
+    """The current stream of a GPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 def _batch(out: list[int], source: list[int], sizes: list[int], device: torch.device) -> None:
     runtime = _runtime()
     attributes = runtime.cudaMemcpyAttributes()
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    stream = torch.cuda.current_stream(device).cuda_stream
-    _check(runtime.cudaMemcpyBatchAsync(out, source, sizes, len(sizes), [attributes], [0], 1, stream))
+    count, stream = len(sizes), _stream(device)
+    _check(runtime.cudaMemcpyBatchAsync(out, source, sizes, count, [attributes], [0], 1, stream))
 
 
 @cache
@@ -127,7 +128,7 @@ def _runtime() -> Any:
 
 def _can_batch(device: torch.device) -> bool:
     """Batched copies came with CUDA 12.8; the default stream takes none."""
-    if torch.cuda.current_stream(device).cuda_stream == 0:
+    if not _stream(device):
         return False
     try:
         return hasattr(_runtime(), "cudaMemcpyBatchAsync")

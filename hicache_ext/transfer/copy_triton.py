@@ -11,6 +11,7 @@ whose copies run on a stream of their own beside it. Streams of high priority ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,14 +31,14 @@ STAGED = Tuning(blocks=264, warps=8)
 
 DIRECT_LAYERS = 4
 """Layers of a direct launch: at page size 1 single layers are reads of 256 bytes."""
-STRIP_BYTES = 32 << 10
-"""Narrower strips of a head group keep the copy engine from filling the bus."""
 STRIPS = 4
-"""At least so many strips of layers, as far as their width allows."""
+"""Strips of layers in a load, if they are wide enough."""
+STRIP_BYTES = 96 << 10
+"""Of one component of a head group. While kernels run, the copy engine fills the bus with wide rows only."""
 LEAST_COPY_BYTES = 128 << 10
 """Host pages so scattered that a copy moves less are read by a kernel."""
 
-BACKUP_STAGING = (3, 64 << 20)
+BACKUP_STAGING = (3, 128 << 20)
 LOAD_STAGING = (2, 128 << 20)
 """Buffers and their bytes: enough that a matrix product of a millisecond or two leaves no gap on the bus."""
 
@@ -48,14 +49,14 @@ class DevicePages:
 
     page_size: int
     slots: torch.Tensor
-    starts: torch.Tensor
+    starts: torch.Tensor | None
 
     def __getitem__(self, part: slice) -> DevicePages:
         slots = self.slots[part.start * self.page_size : part.stop * self.page_size]
-        return DevicePages(self.page_size, slots, self.starts[part])
+        return DevicePages(self.page_size, slots, None if self.starts is None else self.starts[part])
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.slots) // self.page_size
 
 
 def prepare(kv: DeviceKV) -> PagedKV:
@@ -66,10 +67,14 @@ def prepare(kv: DeviceKV) -> PagedKV:
     return tables.paged(kv)
 
 
-def device_pages(kv: PagedKV, slots: torch.Tensor) -> DevicePages:
-    """``slots``: int64 ``[n * page_size]`` on the device, page by page. One small kernel."""
+def device_pages(kv: PagedKV, slots: torch.Tensor, *, find_runs: bool = False) -> DevicePages:
+    """``slots``: int64 ``[n * page_size]`` on the device, page by page.
+
+    With ``find_runs`` one small kernel finds the pages whose slots lie in a row, so that copies need not look
+    up every slot. On an H200 that gains nothing, and the kernel waits for its turn like any other.
+    """
     size = kv.layout.page_size
-    return DevicePages(size, slots, kernels.page_starts(slots, size))
+    return DevicePages(size, slots, kernels.page_starts(slots, size) if find_runs else None)
 
 
 def gather(
@@ -202,6 +207,8 @@ class StagedLoad:
         words = [torch.zeros(self._size // 8, dtype=torch.int64, device=device) for _ in range(count)]
         self._ring = _Ring(words, device)
         self.strips = strips(kv.layout)
+        self.stream = self._ring.copies
+        """Where the copies run, None on the CPU: they start at once, unless it waits for something."""
 
     def headers(self, host: torch.Tensor, pages: np.ndarray) -> torch.Tensor:
         """Headers of rows ``pages`` up to their last checksum, uint8 ``[n, groups, bytes]`` on the device."""
@@ -258,15 +265,14 @@ class StagedLoad:
 def strips(layout: PageLayout) -> list[range]:
     """Layers that are copied at a time: few enough to overlap, wide enough to fill the bus.
 
-    ``STRIPS`` equal strips unless that makes them narrower than ``STRIP_BYTES``. Where a page is narrower
-    than that as a whole, a short strip goes first so that the first layers do not wait for the others.
+    ``STRIPS`` equal strips; where that makes them narrower than ``STRIP_BYTES``, one of that size, so that
+    the first layers do not wait for all, and one with the rest.
     """
     slab = min(layout.slab_bytes(c) for c in layout.components)
-    layers, narrow = layout.layers, -(-layout.layers // STRIPS)
-    if slab * layers < 2 * STRIP_BYTES:
-        return [r for r in (range(narrow), range(narrow, layers)) if r]
-    wide = max(narrow, -(-STRIP_BYTES // slab))
-    return [range(p.start, p.stop) for p in _parts(layers, wide)]
+    layers, step = layout.layers, -(-layout.layers // STRIPS)
+    if slab * step < STRIP_BYTES:
+        return [r for r in (range(step), range(step, layers)) if r]
+    return [range(part.start, part.stop) for part in _parts(layers, step)]
 
 
 def warm_up(kv: PagedKV) -> None:
@@ -275,18 +281,18 @@ def warm_up(kv: PagedKV) -> None:
     slots = torch.zeros(layout.page_size, dtype=torch.int64, device=device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
-    where = device_pages(kv, slots)
     page = torch.zeros((1, layout.page_bytes), dtype=torch.uint8, device=device)
     words = torch.zeros(tables.layer_row_words(layout, layout.layers), dtype=torch.int64, device=device)
     headers = torch.zeros((1, layout.groups, tables.header_words(layout)), dtype=torch.int64, device=device)
     whole = tables.page_rows(layout, page)
     widths = sorted({len(layers) for layers in strips(layout)})
     rows = [tables.layer_rows(layout, words, width, 0, headers) for width in widths]
-    for sealed in (None, torch.zeros(1, dtype=torch.uint8, device=device)):
-        for tuning in (DIRECT_TO_HOST, STAGED):
-            kernels.bind_gather(kv, slots, where.starts, whole, index, sealed, tuning).warm_up()
-        for tuning, source in ((DIRECT_TO_DEVICE, whole), (STAGED, whole), *((STAGED, r) for r in rows)):
-            kernels.bind_scatter(kv, slots, where.starts, source, index, sealed, flags, tuning).warm_up()
+    for starts in (None, kernels.page_starts(slots, layout.page_size)):
+        for sealed in (None, flags.to(torch.uint8)):
+            for tuning in (DIRECT_TO_HOST, STAGED):
+                kernels.bind_gather(kv, slots, starts, whole, index, sealed, tuning).warm_up()
+            for tuning, source in ((DIRECT_TO_DEVICE, whole), *((STAGED, r) for r in (whole, *rows))):
+                kernels.bind_scatter(kv, slots, starts, source, index, sealed, flags, tuning).warm_up()
     checksums(kv, page)
 
 
@@ -295,7 +301,7 @@ class _Ring:
 
     def __init__(self, buffers: list[torch.Tensor], device: torch.device) -> None:
         self._buffers = buffers
-        self._copies = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.copies = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._free: list[torch.cuda.Event | None] = [None] * len(buffers)
         self._next = 0
 
@@ -309,24 +315,24 @@ class _Ring:
         """Queue one use of a buffer; ``copies_fill`` says which of the two runs in the copies' stream."""
         index, self._next = self._next, (self._next + 1) % len(self._buffers)
         buffer = self._buffers[index]
-        if self._copies is None:
+        if self.copies is None:
             fill(buffer)
             drain(buffer)
             return
         current, free = torch.cuda.current_stream(buffer.device), self._free[index]
-        first, second = (self._copies, current) if copies_fill else (current, self._copies)
+        first, second = (self.copies, current) if copies_fill else (current, self.copies)
         if free is not None:
             first.wait_event(free)
-        with torch.cuda.stream(first):
+        with torch.cuda.stream(self.copies) if copies_fill else nullcontext():
             fill(buffer)
         second.wait_event(first.record_event())
-        with torch.cuda.stream(second):
+        with nullcontext() if copies_fill else torch.cuda.stream(self.copies):
             drain(buffer)
         self._free[index] = second.record_event()
 
     def event(self) -> torch.cuda.Event | None:
         """Passes after all copies so far."""
-        return None if self._copies is None else self._copies.record_event()
+        return None if self.copies is None else self.copies.record_event()
 
 
 def _to_device(pages: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -156,7 +156,7 @@ def check(case: Case) -> None:
     reference.gather(kv, s.source, s.starts, page_rows(layout, want), s.rows, s.sealed, every)
     assert torch.equal(got, want)
     unsealed = s.poisoned()
-    kernels.gather(kv, s.source, s.starts, page_rows(layout, unsealed), s.rows, None, every, case.tuning)
+    kernels.gather(kv, s.source, None, page_rows(layout, unsealed), s.rows, None, every, case.tuning)
     if case.dtype != torch.float8_e4m3fn:
         plain = s.poisoned()
         copy_torch.gather(kv.kv, s.source, plain, s.rows)
@@ -189,6 +189,9 @@ def check(case: Case) -> None:
     after = s.saved()
     s.restore(before)
     reference.scatter(kv, s.target, starts, page_rows(layout, got), s.rows, s.sealed, flags, every)
+    assert all(map(torch.equal, s.storage, after))
+    s.restore(before)
+    kernels.scatter(kv, s.target, None, page_rows(layout, got), s.rows, None, flags, every, case.tuning)
     assert all(map(torch.equal, s.storage, after))
     assert not flags.any()
 

@@ -77,40 +77,40 @@ def plot(path: Path, results: Sequence[Result]) -> None:
     figure, axes = plt.subplots(
         2, len(directions), figsize=(7.5 * len(directions), 8), squeeze=False, layout="constrained"
     )
+    labels = list(dict.fromkeys(_label(r) for r in results if r.backend != "memcpy"))
     for column, direction in enumerate(directions):
         mine = [r for r in results if r.direction == direction and r.backend != "memcpy"]
         keys = list(dict.fromkeys((r.page_size, r.dtype, r.tokens) for r in mine))
-        labels = list(dict.fromkeys(_label(r) for r in mine))
-        width = 0.8 / max(len(labels), 1)
+        here = [label for label in labels if any(_label(r) == label for r in mine)]
+        width = 0.8 / max(len(here), 1)
         upper, lower = axes[0][column], axes[1][column]
-        for i, label in enumerate(labels):
+        for i, label in enumerate(here):
             rows = [r for r in mine if _label(r) == label]
-            xs = [keys.index((r.page_size, r.dtype, r.tokens)) + (i - len(labels) / 2) * width for r in rows]
-            color = COLORS[i % len(COLORS)]
-            upper.bar(xs, [r.of_memcpy for r in rows], width * 0.9, align="edge", color=color, label=label)
+            xs = [keys.index((r.page_size, r.dtype, r.tokens)) + (i - len(here) / 2) * width for r in rows]
+            style = {"align": "edge", "color": COLORS[labels.index(label) % len(COLORS)]}
+            upper.bar(xs, [r.of_memcpy for r in rows], width * 0.9, **style)
             busy = [(x, r) for x, r in zip(xs, rows, strict=True) if r.matmul is not None]
-            middle = [x + width * 0.45 for x, _ in busy]
-            upper.plot(middle, [r.busy_of_memcpy for _, r in busy], "k_", markersize=10)
-            lower.bar(
-                [x for x, _ in busy], [r.matmul for _, r in busy], width * 0.9, align="edge", color=color
-            )
+            shares = [r.busy_of_memcpy for _, r in busy]
+            upper.hlines(shares, [x for x, _ in busy], [x + width * 0.9 for x, _ in busy], colors="black")
+            lower.bar([x for x, _ in busy], [r.matmul for _, r in busy], width * 0.9, **style)
         for axis in (upper, lower):
             axis.set_xticks(range(len(keys)), [f"page {p}\n{d}\n{t:,} tokens" for p, d, t in keys])
-        upper.axhline(1, color="gray", linewidth=0.8)
+            axis.axhline(1, color="gray", linewidth=0.8)
         upper.set_title("device to host" if direction == "d2h" else "host to device")
-        upper.set_ylabel("share of pinned memcpy (dash: beside a matmul)")
-        lower.axhline(1, color="gray", linewidth=0.8)
+        upper.set_ylabel("share of pinned memcpy (line: beside a matmul)")
         lower.set_ylim(bottom=0.9)
         lower.set_ylabel("matmul takes x of its time alone")
-        if labels:
-            upper.legend(fontsize="small", loc="lower left")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[i % len(COLORS)]) for i in range(len(labels))]
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def _label(r: Result) -> str:
-    host = ", scattered" if r.scattered else ""
-    return f"{r.backend} ({r.detail}{host})" if r.detail or host else r.backend
+    said = [] if r.backend == "staged" else [r.detail] * bool(r.detail)
+    said += ["scattered"] * r.scattered
+    return f"{r.backend} ({', '.join(said)})" if said else r.backend
 
 
 def _digits(value: float | None, digits: int) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from hicache_ext.transfer.layout import PageLayout
 from hicache_ext.triton_kernels import pages as device
-from hicache_ext.triton_kernels.tables import WORD, Family, PagedKV, SlabRows
+from hicache_ext.triton_kernels.tables import WORD, Family, PagedKV, SlabRows, header_words, page_rows
 
 RUN_SEARCH_WORDS = 1024
 
@@ -110,6 +110,28 @@ def checksums(
         tensors,
         lambda family: {"COMPONENT": family.first, "SLABS": slabs},
     )(layers)
+
+
+def headers(
+    kv: PagedKV, source: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, tuning: Tuning
+) -> None:
+    """Copy headers up to their last checksum.
+
+    Args:
+        source: uint8 ``[rows, page_bytes]``, contiguous.
+        pages: int64 ``[n]``.
+        out: int64 ``[n, groups, header_words]``, contiguous.
+    """
+    layout = kv.layout
+    groups, size = len(pages) * layout.groups, header_words(layout)
+    width = _power_of_two(size)
+    items = max(tuning.words // width, 1)
+    tiles = -(-groups // items)
+    rows = page_rows(layout, source)
+    constants = {"GROUPS": layout.groups, "ROW": rows.row, "GROUP": rows.group, "SIZE": size}
+    constants |= {"WIDTH": width, "ITEMS": items}
+    copy = _Launch(device.headers_kernel, tuning.warps, (pages, rows.words, out), 2, constants)
+    copy(min(tuning.blocks, tiles), groups, tiles)
 
 
 class Bound:

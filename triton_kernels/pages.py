@@ -221,6 +221,21 @@ def checksum_kernel(pages, factors, words, out, items, tiles, first, skip, layer
 
 
 @jit
+def headers_kernel(pages, words, out, items, tiles, GROUPS: tl.constexpr, ROW: tl.constexpr,
+                   GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+                   ITEMS: tl.constexpr):  # fmt: skip
+    """The first ``SIZE`` words of every head group, to ``out`` ``[pages, GROUPS, SIZE]``."""
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        item = (tile * ITEMS + tl.arange(0, ITEMS)).to(tl.int64)
+        live = item < items
+        row = tl.load(pages + item // GROUPS, mask=live, other=0)
+        source = words + (row * ROW + (item % GROUPS) * GROUP)[:, None]
+        index = tl.arange(0, WIDTH)[None, :]
+        mask = live[:, None] & (index < SIZE)
+        tl.store(out + item[:, None] * SIZE + index, tl.load(source + index, mask=mask, other=0), mask=mask)
+
+
+@jit
 def starts_kernel(slots, starts, pages, PAGE: tl.constexpr, WIDTH: tl.constexpr, ITEMS: tl.constexpr):
     """First slot of each page whose slots lie in a row, else -1; ``WIDTH`` is ``PAGE`` rounded up."""
     page = (tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)).to(tl.int64)

@@ -78,6 +78,14 @@ def checksums(
             out[:, :, c * kv.layout.layers + layer] = _checksums(_slabs(kv, rows, c, layer)[pages])
 
 
+def headers(
+    kv: PagedKV, source: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, tuning: Any = None
+) -> None:
+    """See ``kernels.headers``."""
+    objects = source.view(torch.int64).view(len(source), kv.layout.groups, -1)
+    out.copy_(objects[pages, :, : out.shape[2]])
+
+
 def _slabs(kv: PagedKV, rows: SlabRows, component: int, layer: int) -> torch.Tensor:
     """One layer's slabs in rows of pages, a view int64 ``[rows, groups, words]``."""
     slab = kv.layout.slab_bytes(kv.layout.components[component]) // WORD

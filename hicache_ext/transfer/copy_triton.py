@@ -35,8 +35,10 @@ STRIPS = 4
 """Strips of layers in a load, if they are wide enough."""
 STRIP_BYTES = 96 << 10
 """Of one component of a head group. While kernels run, the copy engine fills the bus with wide rows only."""
-LEAST_COPY_BYTES = 128 << 10
+LEAST_COPY_BYTES = 1 << 20
 """Host pages so scattered that a copy moves less are read by a kernel."""
+MOST_HEADER_COPIES = 16
+"""Headers of more runs of host pages are read by a kernel."""
 
 BACKUP_STAGING = (3, 128 << 20)
 LOAD_STAGING = (2, 128 << 20)
@@ -215,7 +217,11 @@ class StagedLoad:
         layout = self._kv.layout
         shape = (len(pages), layout.groups, tables.header_words(layout))
         found = torch.empty(shape, dtype=torch.int64, device=self._kv.kv.device)
-        copy_engine.read_headers(layout, host, pages, found)
+        if len(runs(pages)) > MOST_HEADER_COPIES:
+            index = _to_device(pages, found.device)
+            kernels.headers(self._kv, host, index, found, DIRECT_TO_DEVICE)
+        else:
+            copy_engine.read_headers(layout, host, pages, found)
         return found.view(torch.uint8)
 
     def __call__(
@@ -275,8 +281,11 @@ def strips(layout: PageLayout) -> list[range]:
     return [range(part.start, part.stop) for part in _parts(layers, step)]
 
 
-def warm_up(kv: PagedKV) -> None:
-    """Compile and load every kernel that the backends use on ``kv``; no page is touched."""
+def warm_up(kv: PagedKV, *, find_runs: bool = False) -> None:
+    """Compile and load every kernel that the backends use on ``kv``; no page is touched.
+
+    ``find_runs`` as in ``device_pages``.
+    """
     layout, device = kv.layout, kv.kv.device
     slots = torch.zeros(layout.page_size, dtype=torch.int64, device=device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -287,12 +296,13 @@ def warm_up(kv: PagedKV) -> None:
     whole = tables.page_rows(layout, page)
     widths = sorted({len(layers) for layers in strips(layout)})
     rows = [tables.layer_rows(layout, words, width, 0, headers) for width in widths]
-    for starts in (None, kernels.page_starts(slots, layout.page_size)):
-        for sealed in (None, flags.to(torch.uint8)):
-            for tuning in (DIRECT_TO_HOST, STAGED):
-                kernels.bind_gather(kv, slots, starts, whole, index, sealed, tuning).warm_up()
-            for tuning, source in ((DIRECT_TO_DEVICE, whole), *((STAGED, r) for r in (whole, *rows))):
-                kernels.bind_scatter(kv, slots, starts, source, index, sealed, flags, tuning).warm_up()
+    starts = device_pages(kv, slots, find_runs=find_runs).starts
+    for sealed in (None, flags.to(torch.uint8)):
+        for tuning in (DIRECT_TO_HOST, STAGED):
+            kernels.bind_gather(kv, slots, starts, whole, index, sealed, tuning).warm_up()
+        for tuning, source in ((DIRECT_TO_DEVICE, whole), *((STAGED, r) for r in (whole, *rows))):
+            kernels.bind_scatter(kv, slots, starts, source, index, sealed, flags, tuning).warm_up()
+    kernels.headers(kv, page, index, headers, DIRECT_TO_DEVICE)
     checksums(kv, page)
 
 

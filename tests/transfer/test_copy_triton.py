@@ -78,8 +78,15 @@ def sealed_by_numpy(
 @pytest.mark.parametrize("order", [IN_RUNS, SCATTERED], ids=["runs", "scattered"])
 @pytest.mark.parametrize(("components", "page_size", "groups"), SHAPES, ids=NAMES)
 def test_backup_and_load(
-    components: tuple[Component, ...], page_size: int, groups: int, order: np.ndarray
+    components: tuple[Component, ...],
+    page_size: int,
+    groups: int,
+    order: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As if copies of the test's size were worth a launch.
+    monkeypatch.setattr(copy_triton, "LEAST_COPY_BYTES", 0 if order is IN_RUNS else 1 << 40)
+    monkeypatch.setattr(copy_triton, "MOST_HEADER_COPIES", 2)
     kv = random_kv(components, page_size, groups)
     layout = kv.layout
     slots = slots_of([7, 0, 3, 4, 9], page_size)

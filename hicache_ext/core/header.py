@@ -34,6 +34,9 @@ FIXED = np.dtype(
 )
 """96 bytes; ``sealed`` is 1 if the checksums are filled in."""
 
+MAX_GROUPS = 8
+"""Head groups of a page, at most."""
+
 SAMPLED_ONE_IN = 16
 """``sample`` seals and verifies the pages whose identity is a multiple of this."""
 
@@ -89,6 +92,14 @@ class Labels:
 
     def __len__(self) -> int:
         return len(self.identities)
+
+    def __getitem__(self, part: slice) -> Labels:
+        return Labels(self.identities[part], self.namespace, self.epoch)
+
+
+def head_groups(kv_heads: int) -> int:
+    """The largest number of groups up to ``MAX_GROUPS`` that divides the heads evenly."""
+    return max(g for g in range(1, min(kv_heads, MAX_GROUPS) + 1) if kv_heads % g == 0)
 
 
 def sealed_pages(labels: Labels, integrity: Integrity) -> np.ndarray:

@@ -20,7 +20,8 @@ from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
-from hicache_ext.transfer.engine import make_engine
+from hicache_ext.transfer.backends import CopyBackendName
+from hicache_ext.transfer.engine import Engine, make_engine
 from hicache_ext.transfer.faults import FaultInjector, parse_plan
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
@@ -77,13 +78,25 @@ def _build(ctx: Any, settings: Settings) -> Any:
     host = HostPagePool(kv.layout, pages, pinned=on_gpu)
     forward_stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
     integrity = Integrity(settings.integrity)
-    with closing(make_engine(kv, host, forward_stream, integrity=integrity)) as trial:
-        prove_layout(pool, kv, trial, host, integrity)
+    backend = CopyBackendName(settings.copy_backend)
+
+    def engine_with(faults: FaultInjector | None) -> Engine:
+        return make_engine(kv, host, forward_stream, integrity=integrity, faults=faults, backend=backend)
+
+    try:
+        # Dropped at once, so that its buffers on the device serve the next engine.
+        with closing(engine_with(None)) as trial:
+            prove_layout(pool, kv, trial, host, integrity)
+        del trial
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(f"--hicache-ext-copy-backend {backend}: {error}") from error
     faults = None
     if settings.inject_faults is not None:
         faults = FaultInjector(parse_plan(settings.inject_faults), kv.layout)
         logger.warning("hicache-ext: pages are damaged on purpose (%s)", settings.inject_faults)
-    engine = make_engine(kv, host, forward_stream, integrity=integrity, faults=faults)
+    engine = engine_with(faults)
     counter = LayerCounter(kv.layout.layers, engine.signal)
     pool.register_layer_transfer_counter(counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)

@@ -32,6 +32,7 @@ def prepare(server_args: Any) -> None:
             host_gb=server_args.hicache_ext_host_gb,
             write_policy=server_args.hicache_ext_write_policy,
             integrity=server_args.hicache_ext_integrity,
+            copy_backend=server_args.hicache_ext_copy_backend,
             inject_faults=server_args.hicache_ext_inject_faults,
         )
         check_patches()

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from hicache_ext.core import kv_spec
+from hicache_ext.core.header import head_groups
 from hicache_ext.core.kv_spec import Role
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.layout import Component, PageLayout, head_groups
+from hicache_ext.transfer.layout import Component, PageLayout
 
 
 class SlotPool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
+from hicache_ext.transfer.backends import CopyBackendName
 from hicache_ext.transfer.faults import parse_plan
 
 GB = 1_000_000_000
@@ -32,6 +33,8 @@ class Settings:
     """``full``, ``sample`` or ``off``: how many pages carry checksums and are checked when they come back."""
     inject_faults: str | None = None
     """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
+    copy_backend: str = CopyBackendName.AUTO.value
+    """``auto``, ``staged``, ``triton`` or ``torch``; see ``transfer.backends``."""
     evict_granule: int = 512
     """Tokens: longer runs are evicted in parts of about this length."""
     backup_limit: int = 65536
@@ -65,6 +68,7 @@ _EXPECTED = {
     "write_policy": f"string, one of {', '.join(WritePolicy)}",
     "integrity": f"string, one of {', '.join(Integrity)}",
     "inject_faults": "string like tier=host,rate=0.01",
+    "copy_backend": f"string, one of {', '.join(CopyBackendName)}",
     "evict_granule": "positive whole number",
     "backup_limit": "positive whole number",
     "metrics_interval": "positive number",
@@ -89,6 +93,8 @@ def _fits(key: str, value: Any) -> bool:
         return value in list(WritePolicy)
     if key == "integrity":
         return value in list(Integrity)
+    if key == "copy_backend":
+        return value in list(CopyBackendName)
     if key == "inject_faults":
         return isinstance(value, str)
     if key in ("host_gb", "metrics_interval"):

@@ -17,6 +17,7 @@ import torch
 
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.core.tick import CompletionQueue
+from hicache_ext.transfer.backends import CopyBackendName, make_backend, recorded
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.faults import FaultInjector
@@ -26,10 +27,8 @@ from hicache_ext.transfer.seal import Seal
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20
-"""Device memory for one step of a copy."""
 CPU_STAGING_BYTES = 1 << 20
-"""The same on the CPU, where it should stay in a core's cache."""
+"""What a backup on the CPU gathers at a time: it should stay in a core's cache."""
 
 
 @dataclass
@@ -76,11 +75,18 @@ def make_engine(
     *,
     integrity: Integrity = Integrity.FULL,
     faults: FaultInjector | None = None,
+    backend: CopyBackendName = CopyBackendName.AUTO,
 ) -> Engine:
-    """The engine for the device that holds ``kv``; ``forward_stream`` is where the model runs."""
+    """The engine for the device that holds ``kv``; ``forward_stream`` is where the model runs.
+
+    Raises:
+        ValueError: ``backend`` does not work for this device.
+    """
     seal = Seal(kv.layout, integrity)
     if kv.device.type == "cuda":
-        return StreamEngine(kv, host, seal, faults, forward_stream)
+        return StreamEngine(kv, host, seal, faults, forward_stream, backend)
+    if backend not in (CopyBackendName.AUTO, CopyBackendName.TORCH):
+        raise ValueError(f"the copy backend {backend} needs a GPU")
     return ThreadEngine(kv, host, seal, faults)
 
 
@@ -142,7 +148,7 @@ class ThreadEngine:
                 size = layout.page_size
                 gather(self.kv, slots[start * size : part.stop * size], rows, torch.arange(len(rows)))
                 with self._checking():
-                    self.seal.write(rows, part_of(labels, part))
+                    self.seal.write(rows, labels[part])
                 if self.faults is not None:
                     self.faults.on_the_way(rows, pages[part])
                 self.host.write(pages[part], rows)
@@ -193,20 +199,16 @@ class ThreadEngine:
         for start, stop in runs(pages):
             first = int(pages[start])
             rows = self.host.buffer[first : first + stop - start]
-            sound[start:stop] = self.seal.verify(rows, part_of(labels, slice(start, stop)))
+            sound[start:stop] = self.seal.verify(rows, labels[start:stop])
         for index in (~sound).nonzero().flatten().tolist():
             reason = self.seal.reason(self.host.buffer[int(pages[index])], labels, index)
             refuse(self, reason, labels.identities[index])
         return sound
 
 
-def part_of(labels: Labels, part: slice) -> Labels:
-    return Labels(labels.identities[part], labels.namespace, labels.epoch)
-
-
 @dataclass
 class _Load:
-    """A load in a stream: ``verdicts`` are bool ``[n]`` in pinned memory, valid once ``ended`` has passed."""
+    """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed."""
 
     seq: int
     ended: torch.cuda.Event
@@ -216,7 +218,7 @@ class _Load:
 
 
 class StreamEngine:
-    """For KV on a GPU: gather or scatter on the device, one copy per run of host pages, all in streams."""
+    """For KV on a GPU: a copy backend in a stream of each direction."""
 
     def __init__(
         self,
@@ -225,7 +227,9 @@ class StreamEngine:
         seal: Seal,
         faults: FaultInjector | None,
         forward_stream: torch.cuda.Stream | None,
+        backend: CopyBackendName = CopyBackendName.AUTO,
     ) -> None:
+        """Raises ValueError if the backend does not work here."""
         self.kv = kv
         self.host = host
         self.seal = seal
@@ -235,49 +239,35 @@ class StreamEngine:
         self.signal = StreamSignal()
         self.counts = Counts()
         self.announces = True
+        self._backend = make_backend(backend, kv, host, seal)
         self._forward_stream = forward_stream
-        self._to_host = torch.cuda.Stream(kv.device)
-        self._to_device = torch.cuda.Stream(kv.device)
+        # Of high priority: short kernels get their turn among the long ones of the model.
+        self._to_host = torch.cuda.Stream(kv.device, priority=-1)
+        self._to_device = torch.cuda.Stream(kv.device, priority=-1)
         self._backups: deque[tuple[int, torch.cuda.Event]] = deque()
         self._loads: deque[_Load] = deque()
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
         index = self._hand_over(slots, self._to_host)
+        alter = None if self.faults is None else self.faults.on_the_way
         with torch.cuda.stream(self._to_host):
-            for part, slots_of_part in self._parts(len(pages), index):
-                staging = self._staging(part)
-                gather(self.kv, slots_of_part, staging, torch.arange(len(staging), device=self.kv.device))
-                self.seal.write(staging, part_of(labels, part))
-                if self.faults is not None:
-                    self.faults.on_the_way(staging, pages[part])
-                self.host.write(pages[part], staging)
-            self._backups.append((seq, self._event()))
+            self._backups.append((seq, self._backend.to_host(index, pages, labels, alter)))
         self.counts.bytes_to_host += len(pages) * self.kv.layout.payload_bytes
 
     def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
         index = self._hand_over(slots, self._to_device)
         events: list[torch.cuda.Event] = []
-        verdicts = []
         with torch.cuda.stream(self._to_device):
             if self.faults is not None:
                 self._to_device.synchronize()
                 self.faults.at_rest(self.host.buffer, pages)
-            for part, slots_of_part in self._parts(len(pages), index):
-                staging = self._staging(part)
-                self.host.read(pages[part], staging)
-                sound = self.seal.verify(staging, part_of(labels, part))
-                # What is computed from a bad page is thrown away, but it must be finite.
-                staging.masked_fill_(~sound[:, None], 0)
-                verdict = torch.empty(len(staging), dtype=torch.bool, pin_memory=True)
-                verdict.copy_(sound, non_blocking=True)
-                verdicts.append(verdict)
-                rows = torch.arange(len(staging), device=self.kv.device)
-                events.clear()
-                for layer in range(self.kv.layout.layers):
-                    scatter_layer(self.kv, staging, rows, slots_of_part, layer)
-                    events.append(self._event())
+
+            def landed(layers: range) -> None:
+                events.extend([recorded()] * len(layers))
+
+            verdicts = self._backend.to_device(index, pages, labels, landed)
             self.signal.add(seq, events)
-            self._loads.append(_Load(seq, events[-1], pages, labels, verdicts))
+            self._loads.append(_Load(seq, recorded(), pages, labels, verdicts))
         self.counts.bytes_to_device += len(pages) * self.kv.layout.payload_bytes
 
     def poll(self) -> None:
@@ -293,16 +283,17 @@ class StreamEngine:
         self.poll()
 
     def drain(self) -> None:
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        for _, ended in self._backups:
+            ended.synchronize()
+        for load in self._loads:
+            load.ended.synchronize()
         self.poll()
 
     def close(self) -> None:
         self.drain()
 
     def _settle(self, load: _Load) -> None:
-        sound = torch.cat(load.verdicts)
-        bad = (~sound).nonzero().flatten().tolist()
+        bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
         for index in bad:
             reason = self.seal.reason(self.host.buffer[int(load.pages[index])], load.labels, index)
             refuse(self, reason, load.labels.identities[index])
@@ -320,22 +311,6 @@ class StreamEngine:
         if self._forward_stream is not None:
             stream.wait_stream(self._forward_stream)
         return index
-
-    def _parts(self, pages: int, slots: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        layout = self.kv.layout
-        step = max(STAGING_BYTES // layout.page_bytes, 1)
-        for start in range(0, pages, step):
-            part = slice(start, min(start + step, pages))
-            yield part, slots[start * layout.page_size : part.stop * layout.page_size]
-
-    def _staging(self, part: slice) -> torch.Tensor:
-        shape = (part.stop - part.start, self.kv.layout.page_bytes)
-        return torch.zeros(shape, dtype=torch.uint8, device=self.kv.device)
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
 
 class StreamSignal:

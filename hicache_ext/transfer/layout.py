@@ -19,8 +19,6 @@ import torch
 
 from hicache_ext.core.header import Geometry
 
-MAX_GROUPS = 8
-
 
 @dataclass(frozen=True)
 class Component:
@@ -95,8 +93,3 @@ class PageLayout:
             offset = flat.storage_offset() + self.component_offset(index) // self.dtype.itemsize
             views.append(flat.as_strided(shape, strides, offset))
         return views
-
-
-def head_groups(kv_heads: int) -> int:
-    """The largest number of groups up to ``MAX_GROUPS`` that divides the heads evenly."""
-    return max(g for g in range(1, min(kv_heads, MAX_GROUPS) + 1) if kv_heads % g == 0)

@@ -32,21 +32,25 @@ class Seal:
         """Fill in the headers of rows whose payload is complete."""
         objects = self._objects(rows)
         fixed = fixed_parts(labels, self.layout.geometry, self.integrity)
-        objects[:, :, : FIXED.itemsize] = torch.from_numpy(fixed).to(rows.device)
+        objects[:, :, : FIXED.itemsize] = upload(fixed, rows.device)
         sealed = np.flatnonzero(sealed_pages(labels, self.integrity))
-        if len(sealed):
-            self._table(objects)[sealed] = self._checksums(objects, sealed)
+        if len(sealed) == len(rows):
+            self._table(objects).copy_(self._checksums(objects))
+        elif len(sealed):
+            index = upload(sealed, rows.device)
+            self._table(objects)[index] = self._checksums(objects[index])
 
     def verify(self, rows: torch.Tensor, labels: Labels) -> torch.Tensor:
         """Which rows are what ``labels`` says, bool ``[n]`` on the device of ``rows``."""
         objects = self._objects(rows)
         fixed = fixed_parts(labels, self.layout.geometry, self.integrity)
-        expected = torch.from_numpy(fixed).to(rows.device)
-        sound = (objects[:, :, : FIXED.itemsize] == expected).flatten(1).all(1)
+        sound = (objects[:, :, : FIXED.itemsize] == upload(fixed, rows.device)).flatten(1).all(1)
         sealed = np.flatnonzero(sealed_pages(labels, self.integrity))
-        if len(sealed):
-            same = self._table(objects)[sealed] == self._checksums(objects, sealed)
-            sound[sealed] &= same.flatten(1).all(1)
+        if len(sealed) == len(rows):
+            sound &= self._verified(objects)
+        elif len(sealed):
+            index = upload(sealed, rows.device)
+            sound[index] &= self._verified(objects[index])
         return sound
 
     def reason(self, row: torch.Tensor, labels: Labels, index: int) -> Reason:
@@ -67,13 +71,14 @@ class Seal:
         stop = FIXED.itemsize + 8 * self.layout.geometry.slabs
         return objects[:, :, FIXED.itemsize : stop].view(torch.int64)
 
-    def _checksums(self, objects: torch.Tensor, pages: np.ndarray) -> torch.Tensor:
-        """Of the payload of some pages, int64 ``[len(pages), group, slab]``."""
-        whole = len(pages) == len(objects)
+    def _verified(self, objects: torch.Tensor) -> torch.Tensor:
+        return (self._table(objects) == self._checksums(objects)).flatten(1).all(1)
+
+    def _checksums(self, objects: torch.Tensor) -> torch.Tensor:
+        """Of the payload, int64 ``[n, group, slab]``."""
         sums = []
         for index in range(len(self.layout.components)):
             words = self._words(objects, index)
-            words = words if whole else words[pages]
             if words.device.type == "cpu":
                 made = checksums(words.numpy().view(np.uint64), self._factors[index])
                 sums.append(torch.from_numpy(made.view(np.int64)))
@@ -99,3 +104,9 @@ class Seal:
 def torch_checksums(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """``core.checksum.checksums`` of int64 words, on their device."""
     return ((words ^ ((words >> 32) & 0xFFFFFFFF)) * factors).sum(-1)
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """To ``device`` in the current stream, without waiting for it: pageable memory would."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

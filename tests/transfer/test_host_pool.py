@@ -53,7 +53,7 @@ def test_a_pool_may_have_no_page() -> None:
 def test_too_much_memory_is_told_in_one_line() -> None:
     """More than any address space has, so nothing is allocated on any machine."""
     with pytest.raises(MemoryError, match=r"^cannot get \d+\.\d GB of host memory: ") as caught:
-        HostPagePool(LAYOUT, 1 << 58, pinned=False)
+        HostPagePool(LAYOUT, 1 << 50, pinned=False)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 
 import torch
 
+from hicache_ext.core.header import MAX_GROUPS, head_groups
 from hicache_ext.transfer.copy_torch import gather
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.layout import MAX_GROUPS, Component, PageLayout, head_groups
+from hicache_ext.transfer.layout import Component, PageLayout
 
 
 def layout_of(**changes: object) -> PageLayout:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from benchmarks.kernels_report import Result
-from hicache_ext.core.header import FIXED
+from hicache_ext.core.header import FIXED, head_groups
 from hicache_ext.transfer import copy_engine, copy_torch, copy_triton
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.layout import Component, PageLayout, head_groups
+from hicache_ext.transfer.layout import Component, PageLayout
 
 Transfer = Callable[[], None]
 """Queues a transfer on the current stream, which waits for its end."""

@@ -20,9 +20,9 @@ from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
-from hicache_ext.transfer.backends import CopyBackendName
+from hicache_ext.transfer.choices import CopyBackendName, parse_plan
 from hicache_ext.transfer.engine import Engine, make_engine
-from hicache_ext.transfer.faults import FaultInjector, parse_plan
+from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 

@@ -8,6 +8,7 @@ from typing import Any
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.header import Reason
 from hicache_ext.integration.recompute import Recompute
+from hicache_ext.transfer.choices import FaultKind
 from hicache_ext.transfer.engine import Engine
 
 
@@ -90,12 +91,12 @@ class Metrics:
         self._count(self._failed, counts.failed_backups * page)
         for reason in Reason:
             self._count(self._refused, counts.refused[reason], reason=reason.value)
-        self._count(self._checks, counts.check_seconds)
+        self._count(self._checks, counts.seal_seconds + counts.verify_seconds)
         self._count(self._dropped, stats.refused)
         self._count(self._recomputed, self._recompute.count)
         self._set(self._epoch, cache.epoch)
         if (faults := self._engine.faults) is not None:
-            for kind in faults.plan.kinds:
+            for kind in FaultKind:
                 self._count(
                     self._injected, faults.injected[kind], tier=faults.plan.tier.value, kind=kind.value
                 )

@@ -195,6 +195,9 @@ def _checked(
 ) -> DeviceKV:
     try:
         layout = PageLayout(page_size, pool.layer_num, pool.store_dtype, components, groups, first_group)
+    except ValueError as error:
+        raise SettingsError(f"the KV of this model is not carried with these flags: {error}") from error
+    try:
         return DeviceKV(layout, buffers)
     except ValueError as error:
         raise SettingsError(f"the KV buffers are not laid out as their class says: {error}") from error

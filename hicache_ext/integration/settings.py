@@ -10,8 +10,7 @@ from typing import Any
 
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
-from hicache_ext.transfer.backends import CopyBackendName
-from hicache_ext.transfer.faults import parse_plan
+from hicache_ext.transfer.choices import CopyBackendName, parse_plan
 
 GB = 1_000_000_000
 """Bytes; what the settings and messages call a GB."""

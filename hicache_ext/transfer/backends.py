@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from hicache_ext.core.header import FIXED, Labels, fixed_parts, sealed_pages
+from hicache_ext.transfer.choices import CopyBackendName
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.host_pool import HostPagePool
@@ -31,14 +31,6 @@ Alter = Callable[[torch.Tensor, np.ndarray], None]
 """Called with rows that are about to be written to host pages, and the pages' numbers."""
 Landed = Callable[[range], None]
 """Called when the work of some layers is queued, in ascending order."""
-
-
-class CopyBackendName(StrEnum):
-    AUTO = "auto"
-    """``staged`` where Triton runs, else ``torch``."""
-    STAGED = "staged"
-    TRITON = "triton"
-    TORCH = "torch"
 
 
 class CopyBackend(Protocol):

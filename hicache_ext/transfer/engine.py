@@ -7,8 +7,7 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +16,8 @@ import torch
 
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.core.tick import CompletionQueue
-from hicache_ext.transfer.backends import CopyBackendName, make_backend, recorded
+from hicache_ext.transfer.backends import make_backend, recorded
+from hicache_ext.transfer.choices import CopyBackendName
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.faults import FaultInjector
@@ -39,7 +39,8 @@ class Counts:
     bytes_to_device: int = 0
     failed_backups: int = 0
     """Pages whose copy to the host raised an error; they do not verify."""
-    check_seconds: float = 0.0
+    seal_seconds: float = 0.0
+    verify_seconds: float = 0.0
     """Time of CPU threads spent on headers and checksums; a GPU does it in the copy streams."""
 
     def __post_init__(self) -> None:
@@ -147,8 +148,9 @@ class ThreadEngine:
                 rows = staging[: part.stop - start]
                 size = layout.page_size
                 gather(self.kv, slots[start * size : part.stop * size], rows, torch.arange(len(rows)))
-                with self._checking():
-                    self.seal.write(rows, labels[part])
+                begun = time.perf_counter()
+                self.seal.write(rows, labels[part])
+                self.counts.seal_seconds += time.perf_counter() - begun
                 if self.faults is not None:
                     self.faults.on_the_way(rows, pages[part])
                 self.host.write(pages[part], rows)
@@ -166,8 +168,9 @@ class ThreadEngine:
         try:
             if self.faults is not None:
                 self.faults.at_rest(self.host.buffer, pages)
-            with self._checking():
-                sound = self._verify(pages, labels)
+            begun = time.perf_counter()
+            sound = self._verify(pages, labels)
+            self.counts.verify_seconds += time.perf_counter() - begun
             by_page = slots.view(len(pages), layout.page_size)
             good, good_slots = torch.from_numpy(pages)[sound], by_page[sound].reshape(-1)
             bad_slots = by_page[~sound].reshape(-1)
@@ -187,12 +190,6 @@ class ThreadEngine:
             self.signal.advance(seq, layout.layers - 1)
         self.loads.post(seq, bad)
 
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.counts.check_seconds += time.perf_counter() - start
-
     def _verify(self, pages: np.ndarray, labels: Labels) -> torch.Tensor:
         """Which host pages are what ``labels`` says, bool ``[n]``."""
         sound = torch.empty(len(pages), dtype=torch.bool)
@@ -208,13 +205,14 @@ class ThreadEngine:
 
 @dataclass
 class _Load:
-    """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed."""
+    """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed; None
+    if the copy raised."""
 
     seq: int
     ended: torch.cuda.Event
     pages: np.ndarray
     labels: Labels
-    verdicts: list[torch.Tensor]
+    verdicts: list[torch.Tensor] | None
 
 
 class StreamEngine:
@@ -251,8 +249,18 @@ class StreamEngine:
         index = self._hand_over(slots, self._to_host)
         alter = None if self.faults is None else self.faults.on_the_way
         with torch.cuda.stream(self._to_host):
-            self._backups.append((seq, self._backend.to_host(index, pages, labels, alter)))
-        self.counts.bytes_to_host += len(pages) * self.kv.layout.payload_bytes
+            try:
+                ended = self._backend.to_host(index, pages, labels, alter)
+                self.counts.bytes_to_host += len(pages) * self.kv.layout.payload_bytes
+            except Exception:
+                logger.exception("hicache-ext: backup %d of %d pages failed", seq, len(pages))
+                self.counts.failed_backups += len(pages)
+                # What was queued before the error must not make a header whole again.
+                torch.cuda.synchronize(self.kv.device)
+                for page in pages.tolist():
+                    self.seal.void(self.host.buffer[page : page + 1])
+                ended = recorded()
+            self._backups.append((seq, ended))
 
     def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
         index = self._hand_over(slots, self._to_device)
@@ -265,10 +273,14 @@ class StreamEngine:
             def landed(layers: range) -> None:
                 events.extend([recorded()] * len(layers))
 
-            verdicts = self._backend.to_device(index, pages, labels, landed)
+            try:
+                verdicts = self._backend.to_device(index, pages, labels, landed)
+            except Exception:
+                logger.exception("hicache-ext: load %d of %d pages failed", seq, len(pages))
+                verdicts = None
+                landed(range(len(events), self.kv.layout.layers))
             self.signal.add(seq, events)
             self._loads.append(_Load(seq, recorded(), pages, labels, verdicts))
-        self.counts.bytes_to_device += len(pages) * self.kv.layout.payload_bytes
 
     def poll(self) -> None:
         while self._backups and self._backups[0][1].query():
@@ -293,7 +305,12 @@ class StreamEngine:
         self.drain()
 
     def _settle(self, load: _Load) -> None:
+        if load.verdicts is None:
+            self.counts.refused[Reason.COPY] += len(load.pages)
+            self.loads.post(load.seq, 0)
+            return
         bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
+        self.counts.bytes_to_device += (len(load.pages) - len(bad)) * self.kv.layout.payload_bytes
         for index in bad:
             reason = self.seal.reason(self.host.buffer[int(load.pages[index])], load.labels, index)
             refuse(self, reason, load.labels.identities[index])

@@ -7,14 +7,7 @@ import torch
 
 from hicache_ext.core.header import FIXED, Labels, fixed_parts
 from hicache_ext.transfer import copy_triton
-from hicache_ext.transfer.backends import (
-    RING_BYTES,
-    Alter,
-    Landed,
-    headers_on,
-    recorded,
-    write_fixed,
-)
+from hicache_ext.transfer.backends import RING_BYTES, Alter, Landed, headers_on, recorded, write_fixed
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.seal import Seal, upload

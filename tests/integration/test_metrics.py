@@ -30,7 +30,7 @@ from hicache_ext.core.header import Reason
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.recompute import Recompute
 from hicache_ext.transfer.engine import Counts
-from hicache_ext.transfer.faults import FaultKind, parse_plan
+from hicache_ext.transfer.choices import FaultKind, parse_plan
 from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
 from tests.core.fakes import PrefixScope, make_rig, node_at, prompt, put, settle, to_host
 

@@ -15,9 +15,10 @@ import torch
 
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.transfer import engine as engine_module
+from hicache_ext.transfer.choices import FaultKind, FaultPlan, FaultTier
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.engine import ThreadEngine, make_engine
-from hicache_ext.transfer.faults import FaultInjector, FaultKind, FaultPlan, FaultTier
+from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 from hicache_ext.transfer.layout import Component, PageLayout

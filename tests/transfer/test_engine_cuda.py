@@ -8,10 +8,10 @@ import torch
 
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.transfer import backends
-from hicache_ext.transfer.backends import CopyBackendName
+from hicache_ext.transfer.choices import CopyBackendName, FaultPlan, FaultTier
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.engine import StreamEngine, make_engine
-from hicache_ext.transfer.faults import FaultInjector, FaultPlan, FaultTier
+from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 from hicache_ext.transfer.layout import Component, PageLayout
@@ -149,13 +149,11 @@ def test_attention_waits_for_its_layer() -> None:
 # Pages that do not verify
 
 
-def backed_up(
-    page_size: int, pages: int = 12, backend: CopyBackendName = CopyBackendName.AUTO
-) -> tuple[DeviceKV, HostPagePool, StreamEngine, Labels]:
+def backed_up(page_size: int, pages: int = 12) -> tuple[DeviceKV, HostPagePool, StreamEngine, Labels]:
     """Device pages 1 .. ``pages`` on host pages 0 .. ``pages`` - 1."""
     kv = pool(page_size, torch.bfloat16)
     host = HostPagePool(kv.layout, pages, pinned=True)
-    engine = engine_of(kv, host, backend=backend)
+    engine = engine_of(kv, host)
     labels = labels_of(np.arange(pages))
     engine.backup(1, [slots_of(np.arange(1, pages + 1), page_size)], np.arange(pages), labels)
     engine.drain()
@@ -178,14 +176,10 @@ def test_numpy_verifies_what_the_gpu_sealed_and_the_other_way_round(integrity: I
     assert bool(expected[4]) is (integrity is not Integrity.FULL)
 
 
-BACKENDS = [name for name in CopyBackendName if name is not CopyBackendName.AUTO]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("bad", [[0], [5], [11], [3, 8]])
 def test_kind_corrupt_page_from_a_lower_tier(
-    backend: CopyBackendName, page_size: int, bad: list[int], monkeypatch: pytest.MonkeyPatch
+    page_size: int, bad: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit flipped in pinned memory: zeros in its place, the first page is posted, all others arrive.
 
@@ -245,12 +239,11 @@ def test_waiting_for_a_load_waits_for_its_verdict_and_not_for_later_loads() -> N
     assert engine.loads.done() == 3 and engine.loads.first_failure(2) is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs(backend: CopyBackendName) -> None:
+def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs() -> None:
     """Neither direction waits for the forward pass, whose work may take seconds."""
     kv = pool(16, torch.bfloat16)
     forward = torch.cuda.Stream()
-    engine = engine_of(kv, HostPagePool(kv.layout, 8, pinned=True), forward, backend=backend)
+    engine = engine_of(kv, HostPagePool(kv.layout, 8, pinned=True), forward)
     pages = np.arange(4)
     labels = labels_of(pages)
     # Once before, for what is made at the first call.
@@ -270,9 +263,8 @@ def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs(backend: Co
     assert engine.loads.first_failure(0) is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tier", list(FaultTier))
-def test_injected_faults_are_met_and_refused(tier: FaultTier, backend: CopyBackendName) -> None:
+def test_injected_faults_are_met_and_refused(tier: FaultTier) -> None:
     kv = pool(16, torch.bfloat16)
     faults = FaultInjector(FaultPlan(tier, 1.0, seed=2), kv.layout)
     host = HostPagePool(kv.layout, 12, pinned=True)

@@ -12,7 +12,8 @@ pytest.importorskip("torch")
 import torch
 
 from hicache_ext.core.header import FIXED, Integrity, Labels, Reason
-from hicache_ext.transfer.faults import FaultInjector, FaultKind, FaultPlan, FaultTier, parse_plan
+from hicache_ext.transfer.choices import FaultKind, FaultPlan, FaultTier, parse_plan
+from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.layout import Component, PageLayout
 from hicache_ext.transfer.seal import Seal
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ext.transfer.choices import FaultKind
+
 pytest.importorskip("torch")
 pytest.importorskip("prometheus_client")
 
@@ -58,7 +60,7 @@ rig.cache.evict_host(1)
 rig.cache.stats.hit_device, rig.cache.stats.hit_host = 8, 12
 rig.cache.stats.backup_declined, rig.cache.stats.load_declined, rig.cache.stats.refused = 1, 2, 20
 counts.bytes_to_host, counts.bytes_to_device, counts.failed_backups = 1000, 500, 3
-counts.refused[Reason.CHECKSUM], counts.check_seconds = 4, 0.5
+counts.refused[Reason.CHECKSUM], counts.seal_seconds, counts.verify_seconds = 4, 0.2, 0.3
 recompute.count, rig.cache.epoch = 5, 6
 faults.injected[FaultKind.FLIP], faults.met = 7, 8
 metrics.tick_seconds = 0.25
@@ -134,8 +136,8 @@ GAUGES = {
     "epoch": 6,
 }
 FAULTS = {
+    **{f"injected_faults_total {kind} host": 0 for kind in FaultKind},
     "injected_faults_total flip host": 7,
-    "injected_faults_total forge host": 0,
     "met_faults_total": 8,
 }
 

@@ -198,6 +198,7 @@ class DiskStore:
             return nothing(len(keys), down=True)
         ok, held = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
         new: list[tuple[Key, int, int]] = []
+        present: list[int] = []
         again: list[tuple[int, int]] = []
         first: dict[Key, int] = {}
         with self._lock:
@@ -206,6 +207,9 @@ class DiskStore:
                 slot = self._where.get(key)
                 if slot is not None:
                     self._history.used[slot] = self._clock
+                    # Room for the others must not be made at its cost.
+                    self._readers[slot] += 1
+                    present.append(slot)
                     self._stats.present += 1
                     ok[position] = True
                 elif key in first:
@@ -223,9 +227,10 @@ class DiskStore:
             self._workers.wait([room], deadline)
             in_time = room.future.done() or not self._workers.give_up(room)
         writes = self._take_slots(new)
-        lost = len(new) - len(writes)
         with self._lock:
-            self._stats.declined += lost
+            self._stats.declined += len(new) - len(writes)
+            for slot in present:
+                self._readers[slot] -= 1
         troubles = 0
         written: list[tuple[_Transfer, bytes]] = []
         for part, results in self._run(self._write, writes, deadline, held, self._give_slots_back):
@@ -258,8 +263,7 @@ class DiskStore:
             return outcome
         with self._lock:
             slots = [slot for key in keys if (slot := self._where.get(key)) is not None]
-            self._forget(slots)
-            self._stats.removed += len(slots)
+            self._stats.removed += self._forget(slots)
         done = not slots or self._reap_by(deadline)
         outcome.ok[:] = done
         return replace(outcome, down=not done)
@@ -273,8 +277,7 @@ class DiskStore:
                 for key, slot in self._where.items()
                 if key.epoch < below_epoch and key.namespace == namespace
             ]
-            self._forget(slots)
-            self._stats.removed += len(slots)
+            self._stats.removed += self._forget(slots)
         return not slots or self._reap_by(deadline)
 
     def ping(self, deadline: float) -> bool:
@@ -462,13 +465,12 @@ class DiskStore:
             if missing <= 0:
                 return
             with self._lock:
-                missing -= len(self._doomed)
+                missing -= sum(not self._readers[slot] for slot in self._doomed)
                 if missing > 0:
                     rank = self._policy.rank(self._history)
                     candidates = self._live & (self._readers == 0)
                     victims = lowest(rank, candidates, max(missing, self._slots // _EVICT_SHARE))
-                    self._forget(victims.tolist())
-                    self._stats.evicted += len(victims)
+                    self._stats.evicted += self._forget(victims.tolist())
             self._reap()
 
     def _reap(self) -> bool:
@@ -512,6 +514,9 @@ class DiskStore:
         parts = self._parts(transfers)
         jobs: list[Job[list]] = [self._workers.submit(partial(work, part, deadline)) for part in parts]
         self._workers.wait(jobs, deadline)
+        # First those not started: a thread that replaces a stuck one must not take them up.
+        for job in jobs:
+            job.future.cancel()
         results: list[tuple[list[_Transfer], list | None]] = []
         for part, job in zip(parts, jobs, strict=True):
             if job.future.done() or self._workers.give_up(job):
@@ -572,15 +577,19 @@ class DiskStore:
             for read in reads:
                 self._readers[read.slot] -= 1
 
-    def _forget(self, slots: Sequence[int]) -> None:
-        """Make objects invisible. Called with the lock held; ``_reap`` must follow."""
+    def _forget(self, slots: Sequence[int]) -> int:
+        """Make objects invisible; returns how many. Called with the lock held; ``_reap`` must follow."""
+        count = 0
         for slot in slots:
             key = self._keys[slot]
-            assert key is not None
+            if key is None:
+                continue
             del self._where[key]
             self._keys[slot] = None
             self._live[slot] = False
             self._doomed.append(slot)
+            count += 1
+        return count
 
     def _reap_by(self, deadline: float) -> bool:
         return self._ask(self._reap, deadline)

@@ -1,0 +1,89 @@
+"""A process that writes is killed at random moments; who opens its store next finds only whole objects."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache_ext.stores.disk import DiskStore
+from tests.conftest import ROOT
+from tests.stores.crash_child import NUMBERS, OBJECT_BYTES, settings
+from tests.stores.util import aligned_buffer, content, key, soon
+
+
+def write_until_killed(folder: Path, seed: int, slots: int, durability: str) -> list[int]:
+    """The objects whose put had returned, in order."""
+    rng = random.Random(seed)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.stores.crash_child", str(folder), str(seed), str(slots), durability],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        if rng.random() < 0.1:
+            # Somewhere in the start.
+            time.sleep(rng.uniform(0.1, 0.6))
+        else:
+            assert child.stdout.readline() == "ready\n", "the store did not start"
+            time.sleep(rng.uniform(0, 0.08))
+    finally:
+        child.send_signal(signal.SIGKILL)
+        output = child.stdout.read()
+        child.wait()
+    lines = output.split("\n")[:-1]
+    return [int(word) for line in lines if line != "ready" for word in line.split()]
+
+
+def check(store: DiskStore, numbers: list[int]) -> None:
+    """Everything in ``numbers`` is there, and all that claims to be there has the right bytes."""
+    buffer = aligned_buffer(64, OBJECT_BYTES)
+    store.register(buffer)
+    assert store.exists([key(n) for n in numbers], soon()).ok.all(), "a stored object is lost"
+    keys = [key(n) for n in range(NUMBERS)]
+    there = np.flatnonzero(store.exists(keys, soon()).ok).tolist()
+    assert len(there) == store.stats().objects
+    for start in range(0, len(there), len(buffer)):
+        part = there[start : start + len(buffer)]
+        assert store.get([keys[n] for n in part], range(len(part)), soon()).ok.all(), "an object is torn"
+        for row, n in enumerate(part):
+            assert np.array_equal(buffer[row], content(n, OBJECT_BYTES)), f"object {n} has other bytes"
+    assert store.stats().corrupt == 0
+
+
+def kill_loop(folder: Path, kills: int, slots: int, durability: str, rounds_before: int = 0) -> int:
+    """Kill and check again and again over the same folder. Returns how many objects were stored in all."""
+    stored: list[int] = []
+    for turn in range(kills):
+        stored += write_until_killed(folder, 1000 * slots + turn + rounds_before, slots, durability)
+        store = DiskStore(settings(folder, slots, durability), OBJECT_BYTES)
+        try:
+            # What was stored last fits for certain; older objects may have been evicted since.
+            recent = list(dict.fromkeys(reversed(stored)))[: slots // 2]
+            check(store, recent)
+        finally:
+            store.close()
+    return len(stored)
+
+
+@pytest.mark.parametrize(("slots", "durability"), [(2000, "none"), (150, "data"), (150, "full")])
+def test_kind_corrupt_page_after_kills(tmp_path: Path, slots: int, durability: str) -> None:
+    assert kill_loop(tmp_path / "store", 3, slots, durability) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "slots", "durability"),
+    [(80, 2000, "none"), (60, 150, "none"), (40, 150, "data"), (20, 150, "full")],
+)
+def test_kind_corrupt_page_after_200_kills(tmp_path: Path, kills: int, slots: int, durability: str) -> None:
+    assert kill_loop(tmp_path / "store", kills, slots, durability, 100) > kills

@@ -48,7 +48,7 @@ from hicache_ext.stores.disk_files import Segments
 from hicache_ext.stores.disk_folder import Folder
 from hicache_ext.stores.disk_index import DiskIndex, Entry, IndexDamaged
 from hicache_ext.stores.policy import LeastRecentlyUsed, SlotHistory, SlotPolicy, lowest
-from hicache_ext.stores.workers import Job, Workers
+from hicache_ext.stores.workers import Fate, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -223,9 +223,7 @@ class DiskStore:
             short = len(new) > len(self._free)
         in_time = True
         if new and short:
-            room = self._workers.submit(partial(self._make_room, len(new)))
-            self._workers.wait([room], deadline)
-            in_time = room.future.done() or not self._workers.give_up(room)
+            in_time = self._workers.ask(partial(self._make_room, len(new)), deadline)
         writes = self._take_slots(new)
         with self._lock:
             self._stats.declined += len(new) - len(writes)
@@ -233,7 +231,8 @@ class DiskStore:
                 self._readers[slot] -= 1
         troubles = 0
         written: list[tuple[_Transfer, bytes]] = []
-        for part, results in self._run(self._write, writes, deadline, held, self._give_slots_back):
+        undo = self._give_slots_back
+        for part, results in self._run(self._write, writes, deadline, held, undo, undo):
             if results is None:
                 troubles += 1
                 with self._lock:
@@ -242,17 +241,16 @@ class DiskStore:
             written += [(w, digest) for w, digest in zip(part, results, strict=True) if digest]
             self._give_slots_back([w for w, digest in zip(part, results, strict=True) if not digest])
         if written:
-            finish = self._workers.submit(partial(self._publish, written, self._clock))
-            self._workers.wait([finish], deadline)
-            ended = finish.future.done() or self._workers.give_up(finish)
-            if finish.future.cancelled():
-                self._give_slots_back([w for w, _ in written])
-            if ended and not finish.future.cancelled() and finish.future.result():
-                ok[[w.position for w, _ in written]] = True
-            elif not ended or finish.future.cancelled():
+            (finish,) = self._workers.run(partial(self._publish, now=self._clock), [written], deadline)
+            if finish.fate is Fate.DROPPED:
+                undo([w for w, _ in written])
+            if finish.fate is not Fate.DONE:
+                # If it still runs, the objects appear later: they are whole.
                 troubles += 1
                 with self._lock:
                     self._stats.late += len(written)
+            elif finish.result:
+                ok[[w.position for w, _ in written]] = True
         for position, original in again:
             ok[position] = ok[original]
         return Outcome(ok, held, down=(troubles > 0 or not in_time) and not ok.any())
@@ -264,7 +262,7 @@ class DiskStore:
         with self._lock:
             slots = [slot for key in keys if (slot := self._where.get(key)) is not None]
             self._stats.removed += self._forget(slots)
-        done = not slots or self._reap_by(deadline)
+        done = not slots or self._workers.ask(self._reap, deadline)
         outcome.ok[:] = done
         return replace(outcome, down=not done)
 
@@ -278,10 +276,10 @@ class DiskStore:
                 if key.epoch < below_epoch and key.namespace == namespace
             ]
             self._stats.removed += self._forget(slots)
-        return not slots or self._reap_by(deadline)
+        return not slots or self._workers.ask(self._reap, deadline)
 
     def ping(self, deadline: float) -> bool:
-        return not self._closed and self._ask(self._probe, deadline)
+        return not self._closed and self._workers.ask(self._probe, deadline)
 
     def released(self) -> list[int]:
         return self._holds.released()
@@ -441,8 +439,8 @@ class DiskStore:
             self._stats.stored += len(written)
         return True
 
-    def _make_room(self, count: int) -> None:
-        """Free slots for ``count`` objects, if there can be: new files first, then eviction."""
+    def _make_room(self, count: int) -> bool:
+        """Free slots for ``count`` objects as far as possible: new files first, then eviction."""
         with self._room:
             while len(self._free) < count and self._usable < self._slots:
                 if time.monotonic() < self._grow_at:
@@ -463,7 +461,7 @@ class DiskStore:
                 self._usable = usable
             missing = count - len(self._free)
             if missing <= 0:
-                return
+                return True
             with self._lock:
                 missing -= sum(not self._readers[slot] for slot in self._doomed)
                 if missing > 0:
@@ -472,6 +470,7 @@ class DiskStore:
                     victims = lowest(rank, candidates, max(missing, self._slots // _EVICT_SHARE))
                     self._stats.evicted += self._forget(victims.tolist())
             self._reap()
+        return True
 
     def _reap(self) -> bool:
         """Take forgotten slots out of the index, then reuse them."""
@@ -500,39 +499,30 @@ class DiskStore:
 
     def _run(
         self,
-        work: Callable[[list[_Transfer], float], list],
+        work: Callable[..., list],
         transfers: list[_Transfer],
         deadline: float,
         held: np.ndarray,
         undo: Callable[[list[_Transfer]], None],
+        at_end: Callable[[list[_Transfer]], None] | None = None,
     ) -> list[tuple[list[_Transfer], list | None]]:
         """Spread transfers over the workers. Results per part; None for a part that is late.
 
-        A part that never started is undone here. For one that is still running, its rows are held; ``_write``
-        then still owns its slots, which are given back when it ends.
+        ``undo`` is called for a part that never started, ``at_end`` when one that is late has ended; until
+        then its rows are held.
         """
-        parts = self._parts(transfers)
-        jobs: list[Job[list]] = [self._workers.submit(partial(work, part, deadline)) for part in parts]
-        self._workers.wait(jobs, deadline)
-        # First those not started: a thread that replaces a stuck one must not take them up.
-        for job in jobs:
-            job.future.cancel()
         results: list[tuple[list[_Transfer], list | None]] = []
-        for part, job in zip(parts, jobs, strict=True):
-            if job.future.done() or self._workers.give_up(job):
-                if job.future.cancelled():
-                    undo(part)
-                    results.append((part, None))
-                else:
-                    results.append((part, job.future.result()))
-                continue
-            rows = [transfer.row for transfer in part]
-            held[[transfer.position for transfer in part]] = True
-            self._holds.add(rows)
-            if work == self._write:
-                job.future.add_done_callback(partial(lambda part, _: self._give_slots_back(part), part))
-            job.future.add_done_callback(partial(lambda rows, _: self._holds.done(rows), rows))
-            results.append((part, None))
+        for part in self._workers.run(partial(work, deadline=deadline), self._parts(transfers), deadline):
+            results.append((part.value, part.result))
+            if part.fate is Fate.DROPPED:
+                undo(part.value)
+            elif part.fate is Fate.RUNNING:
+                rows = [transfer.row for transfer in part.value]
+                held[[transfer.position for transfer in part.value]] = True
+                self._holds.add(rows)
+                if at_end is not None:
+                    part.when_ended(partial(at_end, part.value))
+                part.when_ended(partial(self._holds.done, rows))
         return results
 
     def _parts(self, transfers: list[_Transfer]) -> list[list[_Transfer]]:
@@ -590,16 +580,6 @@ class DiskStore:
             self._doomed.append(slot)
             count += 1
         return count
-
-    def _reap_by(self, deadline: float) -> bool:
-        return self._ask(self._reap, deadline)
-
-    def _ask(self, question: Callable[[], bool], deadline: float) -> bool:
-        """The answer of a function run by the workers, or False if it is late."""
-        job = self._workers.submit(question)
-        self._workers.wait([job], deadline)
-        ended = job.future.done() or self._workers.give_up(job)
-        return ended and not job.future.cancelled() and job.future.result()
 
     def _count_error(self, error: Exception, objects: int) -> None:
         with self._lock:

@@ -7,9 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+P = TypeVar("P")
 T = TypeVar("T")
+
+
+class Fate(Enum):
+    """What became of a part by the deadline."""
+
+    DONE = auto()
+    DROPPED = auto()
+    """It never started and never will."""
+    RUNNING = auto()
+    """It goes on; ``Part.when_ended`` tells when it no longer does."""
 
 
 class Job(Generic[T]):
@@ -18,6 +32,21 @@ class Job(Generic[T]):
     def __init__(self, run: Callable[[], T]) -> None:
         self.run = run
         self.future: Future[T] = Future()
+
+
+@dataclass(frozen=True)
+class Part(Generic[P, T]):
+    """A part of a call."""
+
+    value: P
+    fate: Fate
+    result: T | None
+    """If done."""
+    job: Job[T]
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call when the part has ended; at once if it has."""
+        self.job.future.add_done_callback(lambda _: call())
 
 
 class Workers:
@@ -63,6 +92,30 @@ class Workers:
         job.future.add_done_callback(lambda _: self._unstuck())
         self._start()
         return job.future.done()
+
+    def run(self, work: Callable[[P], T], parts: Sequence[P], deadline: float) -> list[Part[P, T]]:
+        """Run ``work`` on all parts side by side; what has become of each by the deadline.
+
+        Raises what ``work`` raised.
+        """
+        jobs = [self.submit(partial(work, part)) for part in parts]
+        self.wait(jobs, deadline)
+        # First those not started: a thread that replaces a stuck one must not take them up.
+        for job in jobs:
+            job.future.cancel()
+        return [self._part(value, job) for value, job in zip(parts, jobs, strict=True)]
+
+    def _part(self, value: P, job: Job[T]) -> Part[P, T]:
+        if not self.give_up(job):
+            return Part(value, Fate.RUNNING, None, job)
+        if job.future.cancelled():
+            return Part(value, Fate.DROPPED, None, job)
+        return Part(value, Fate.DONE, job.future.result(), job)
+
+    def ask(self, question: Callable[[], bool], deadline: float) -> bool:
+        """The answer of a function, or False if it does not come in time."""
+        (part,) = self.run(lambda _: question(), [None], deadline)
+        return bool(part.result)
 
     def close(self, timeout: float) -> bool:
         """Run no further job; wait for those in flight. False if some are still running after that."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from hicache_ext.stores.disk import DiskSettings, DiskStore, Durability
 from tests.stores.util import aligned_buffer, fill, key, soon
 
-OBJECT_BYTES = 32 * 1024
-NUMBERS = 100_000
+OBJECT_BYTES = 8 * 1024
+NUMBERS = 30_000
+"""Different objects that are written."""
 
 
 def settings(folder: Path, slots: int, durability: str) -> DiskSettings:

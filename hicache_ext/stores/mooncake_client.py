@@ -63,8 +63,8 @@ def load(settings: MooncakeSettings) -> Any:
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", milliseconds)
     os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds)
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
-    # Warnings and information of a library are not for the server's log.
-    os.environ.setdefault("GLOG_minloglevel", "2")
+    # Dozens of lines a client otherwise, in the server's log.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         import mooncake.store as module
     except ModuleNotFoundError as error:
@@ -203,8 +203,11 @@ class Session:
 
 def _set_up(client: Any, settings: MooncakeSettings, segment_bytes: int) -> int:
     """Mooncake's code, 0 for success."""
+    address = own_address(settings)
+    # On a machine with several networks it would announce the first of them.
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", address)
     return client.setup(
-        own_address(settings),
+        address,
         settings.metadata,
         segment_bytes,
         _LOCAL_BUFFER,

@@ -101,5 +101,5 @@ class DiskLives(RuleBasedStateMachine):
 
 TestDiskLives = DiskLives.TestCase
 TestDiskLives.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -35,7 +35,7 @@ class BreakerSettings:
     """Unanswered calls in a row that open the breaker."""
     pause: float = 0.5
     """Seconds from opening to the first probe; doubled after each probe that fails."""
-    max_pause: float = 4.0
+    max_pause: float = 2.0
     """Seconds; with ``probe_timeout`` the bound on how long a healed store stays unused."""
     probe_timeout: float = 2.0
     """Seconds that a probe may take."""

@@ -80,7 +80,7 @@ def kill_loop(folder: Path, kills: int, slots: int, durability: str, first_seed:
 
 @pytest.mark.parametrize(("slots", "durability"), [(NUMBERS, "none"), (150, "data"), (150, "full")])
 def test_kind_corrupt_page_after_kills(tmp_path: Path, slots: int, durability: str) -> None:
-    assert kill_loop(tmp_path / "store", 3, slots, durability) > 0
+    assert kill_loop(tmp_path / "store", 2, slots, durability, 4) > 0
 
 
 @pytest.mark.slow

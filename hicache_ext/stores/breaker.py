@@ -39,6 +39,8 @@ class BreakerSettings:
     """Seconds; with ``probe_timeout`` the bound on how long a healed store stays unused."""
     probe_timeout: float = 2.0
     """Seconds that a probe may take."""
+    patience: float = 0.1
+    """Seconds: that a call got no answer counts only if it had as long as this to wait."""
 
 
 class CircuitBreaker:
@@ -137,23 +139,25 @@ class GuardedStore:
         self.inner.register(buffer)
 
     def exists(self, keys: Sequence[Key], deadline: float) -> Outcome:
-        return self._call(lambda: self.inner.exists(keys, deadline), len(keys))
+        return self._call(lambda: self.inner.exists(keys, deadline), len(keys), deadline)
 
     def get(self, keys: Sequence[Key], rows: Rows, deadline: float) -> Outcome:
-        return self._call(lambda: self.inner.get(keys, rows, deadline), len(keys), transfer=True)
+        return self._call(lambda: self.inner.get(keys, rows, deadline), len(keys), deadline, transfer=True)
 
     def put(self, keys: Sequence[Key], rows: Rows, deadline: float, *, hot: bool = False) -> Outcome:
-        return self._call(lambda: self.inner.put(keys, rows, deadline, hot=hot), len(keys), transfer=True)
+        return self._call(
+            lambda: self.inner.put(keys, rows, deadline, hot=hot), len(keys), deadline, transfer=True
+        )
 
     def remove(self, keys: Sequence[Key], deadline: float) -> Outcome:
-        return self._call(lambda: self.inner.remove(keys, deadline), len(keys))
+        return self._call(lambda: self.inner.remove(keys, deadline), len(keys), deadline)
 
     def clear(self, namespace: bytes, below_epoch: int, deadline: float) -> bool:
         def clear() -> Outcome:
             done = self.inner.clear(namespace, below_epoch, deadline)
             return Outcome(np.array([done]), np.array([False]), down=not done)
 
-        return bool(self._call(clear, 1).ok[0])
+        return bool(self._call(clear, 1, deadline).ok[0])
 
     def ping(self, deadline: float) -> bool:
         try:
@@ -187,9 +191,14 @@ class GuardedStore:
         if answered:
             logger.warning("hicache-ext: the %s store answers again and is back in use", self.name)
 
-    def _call(self, call: Callable[[], Outcome], count: int, *, transfer: bool = False) -> Outcome:
+    def _call(
+        self, call: Callable[[], Outcome], count: int, deadline: float, *, transfer: bool = False
+    ) -> Outcome:
         if self.breaker.state is not State.CLOSED:
             return nothing(count, down=True)
+        wait = deadline - time.monotonic()
+        if wait <= 0:
+            return nothing(count)
         try:
             outcome = call()
         except Exception:
@@ -198,7 +207,7 @@ class GuardedStore:
             outcome.held[:] = transfer
         if not outcome.down:
             self.breaker.answered()
-        elif self.breaker.failed():
+        elif wait >= self.breaker.settings.patience and self.breaker.failed():
             logger.warning(
                 "hicache-ext: the %s store does not answer; it is not used until it does, requests recompute",
                 self.name,

@@ -223,7 +223,7 @@ class DiskStore:
             short = len(new) > len(self._free)
         in_time = True
         if new and short:
-            in_time = self._workers.ask(partial(self._make_room, len(new)), deadline)
+            in_time = self._workers.ask(partial(self._make_room, len(new), deadline), deadline)
         writes = self._take_slots(new)
         with self._lock:
             self._stats.declined += len(new) - len(writes)
@@ -439,9 +439,12 @@ class DiskStore:
             self._stats.stored += len(written)
         return True
 
-    def _make_room(self, count: int) -> bool:
+    def _make_room(self, count: int, deadline: float) -> bool:
         """Free slots for ``count`` objects as far as possible: new files first, then eviction."""
-        with self._room:
+        # Behind a file system that hangs, waiting threads would be missing for reads.
+        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        try:
             while len(self._free) < count and self._usable < self._slots:
                 if time.monotonic() < self._grow_at:
                     break
@@ -470,6 +473,8 @@ class DiskStore:
                     victims = lowest(rank, candidates, max(missing, self._slots // _EVICT_SHARE))
                     self._stats.evicted += self._forget(victims.tolist())
             self._reap()
+        finally:
+            self._room.release()
         return True
 
     def _reap(self) -> bool:

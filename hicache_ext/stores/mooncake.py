@@ -354,6 +354,10 @@ class MooncakeStore:
                 self._well_at = time.monotonic()
                 self._session = session
                 logger.info("hicache-ext: connected to Mooncake at %s", self.settings.master)
+                if self._closed.is_set():
+                    # Nobody waits for this thread any more.
+                    self._session = None
+                    self._drop(session)
                 return
         if problem != self.problem:
             logger.warning("hicache-ext: %s; it is tried again until it answers", problem)

@@ -215,6 +215,19 @@ def test_the_background_probe_brings_the_store_back() -> None:
     assert not any(t.name == "probe memory" for t in threading.enumerate())
 
 
+def test_a_call_without_time_says_nothing_about_the_store(clock: Clock) -> None:
+    store, inner = guarded(clock)
+    inner.down = True
+    for _ in range(10):
+        assert store.get([key(1)], [1], soon(0.05)).down
+        assert not store.get([key(1)], [1], soon(-1)).ok.any()
+    assert inner.calls == 10, "a call that is late already must not reach the store"
+    assert store.breaker.state is State.CLOSED
+    for _ in range(SETTINGS.failures):
+        store.get([key(1)], [1], soon())
+    assert store.breaker.state is State.OPEN
+
+
 def test_outcomes_pass_unchanged(clock: Clock) -> None:
     store, _ = guarded(clock)
     outcome = store.get([key(1), key(2)], [1, 2], soon())

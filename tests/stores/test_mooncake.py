@@ -170,7 +170,7 @@ def test_kind_backend_down_behind_the_breaker(
     assert put(store, buffer, [1]).all()
     master.freeze()
     for _ in range(3):
-        store.get([key(1)], [40], time.monotonic() + 0.1)
+        store.get([key(1)], [40], time.monotonic() + 0.3)
     assert store.stats().state != "closed"
     begin = time.monotonic()
     for _ in range(1000):

@@ -73,7 +73,7 @@ class Durability(StrEnum):
 class DiskSettings:
     path: Path
     size_gb: float
-    """Quota of the objects in GB (10^9 bytes); the index takes about 150 bytes an object besides."""
+    """Quota of the objects in GB (10^9 bytes); the index takes about 100 bytes an object besides."""
     durability: Durability = Durability.NONE
     direct: bool = True
     """Bypass the page cache where file system and buffer allow."""

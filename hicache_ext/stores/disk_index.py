@@ -60,10 +60,13 @@ class DiskIndex:
 
     def entries(self) -> Iterator[Entry]:
         """All entries, by slot. Raises IndexDamaged."""
+        # One copy of each namespace, not one an object.
+        namespaces: dict[bytes, bytes] = {}
         try:
             for slot, namespace, epoch, identity, group, digest, used in self._db.execute(
                 "SELECT slot, namespace, epoch, identity, head_group, digest, used FROM objects ORDER BY slot"
             ):
+                namespace = namespaces.setdefault(namespace, namespace)
                 yield Entry(slot, Key(namespace, epoch, identity, group), digest, used)
         except sqlite3.DatabaseError as error:
             raise IndexDamaged(str(error)) from error

@@ -213,12 +213,12 @@ class MooncakeStore:
                 down = True
                 self._count(late=len(chunk.positions))
                 continue
-            failed = self._judge(answer, chunk, good, ok)
-            down = down or failed
+            down |= self._judge(answer, chunk, good, ok)
             if _is_unfinished(answer):
-                held[chunk.positions] = True
-                self._holds.add(chunk.rows)
-                session.taint(chunk.rows)
+                failed_rows = [r for r, p in zip(chunk.rows, chunk.positions, strict=True) if not ok[p]]
+                held[chunk.positions] = ~ok[chunk.positions]
+                self._holds.add(failed_rows)
+                session.taint(failed_rows)
         for position, original in again:
             ok[position] = ok[original]
             if good and ok[original] and self._rack is not None:

@@ -150,6 +150,7 @@ class Session:
         self._lock = threading.Lock()
         self._calls = 0
         self._retired = False
+        self._closed = False
         self._tainted: list[int] = []
         code = _set_up(self._client, settings, int(settings.segment_gb * GB))
         if code:
@@ -179,7 +180,10 @@ class Session:
     def taint(self, rows: list[int]) -> None:
         """The client may still touch these held rows, although the call has returned: until it is closed."""
         with self._lock:
-            self._tainted += rows
+            if not self._closed:
+                self._tainted += rows
+                return
+        self._holds.done(rows)
 
     @property
     def tainted(self) -> bool:
@@ -196,8 +200,10 @@ class Session:
             if self._calls:
                 return False
         self._client.close()
-        self._holds.done(self._tainted)
-        self._tainted = []
+        with self._lock:
+            self._closed = True
+            tainted, self._tainted = self._tainted, []
+        self._holds.done(tainted)
         return True
 
 

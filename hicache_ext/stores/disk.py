@@ -15,13 +15,14 @@ A read or write that is late keeps its row held until the system call has return
 
 from __future__ import annotations
 
+import gc
 import logging
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -324,7 +325,8 @@ class DiskStore:
                 folder, self.object_bytes, self._folder.slots_per_file, self._slots, direct=direct
             )
             self._usable = self._segments.open()
-            self._load_index(folder / "index.sqlite")
+            with _no_garbage_collection():
+                self._load_index(folder / "index.sqlite")
         except OSError as error:
             raise StoreError(_cannot_use(folder, error)) from error
         except sqlite3.Error as error:
@@ -352,20 +354,27 @@ class DiskStore:
             self._index = DiskIndex(path, every_commit_durable=durable)
 
     def _load_entries(self) -> None:
-        stale = []
-        for slot, key, digest, used in self._index.entries():
-            # The quota may have shrunk, or a file may have been deleted.
-            if not 0 <= slot < self._usable or key in self._where:
-                stale.append(slot)
-                continue
-            self._where[key] = slot
+        rows = self._index.load()
+        where = dict(zip(rows.keys, rows.slots, strict=True))
+        # The quota may have shrunk, a file may have been deleted, and an old entry of a key may be left from
+        # when the disk was too full to remove it.
+        stale = {
+            slot
+            for slot, key in zip(rows.slots, rows.keys, strict=True)
+            if not 0 <= slot < self._usable or where[key] != slot
+        }
+        if stale:
+            rows = rows.without(stale)
+            where = dict(zip(rows.keys, rows.slots, strict=True))
+            self._index.delete(stale)
+        self._where = where
+        for slot, key, digest in zip(rows.slots, rows.keys, rows.digests, strict=True):
             self._keys[slot] = key
             self._digests[slot] = digest
-            self._live[slot] = True
-            self._history.used[slot] = self._history.written[slot] = used
-            self._clock = max(self._clock, used)
-        if stale:
-            self._index.delete(stale)
+        live = np.array(rows.slots, np.int64)
+        self._live[live] = True
+        self._history.used[live] = self._history.written[live] = rows.used
+        self._clock = max(rows.used, default=0)
 
     # Work on the workers' threads
 
@@ -594,6 +603,18 @@ class DiskStore:
             logger.warning(
                 "hicache-ext: the disk store in %s: %s; treated as misses", self.settings.path, error
             )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Hundreds of thousands of new tuples would make the collector walk the whole process again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _cannot_use(folder: Path, error: OSError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,24 @@ class Entry(NamedTuple):
     used: int
 
 
+class Columns(NamedTuple):
+    """The fields of many entries."""
+
+    slots: list[int]
+    keys: list[Key]
+    digests: list[bytes]
+    used: list[int]
+
+    def without(self, slots: set[int]) -> Columns:
+        kept = [i for i, slot in enumerate(self.slots) if slot not in slots]
+        return Columns(
+            [self.slots[i] for i in kept],
+            [self.keys[i] for i in kept],
+            [self.digests[i] for i in kept],
+            [self.used[i] for i in kept],
+        )
+
+
 class DiskIndex:
     """Transactions are whole: an exception leaves the index as it was. Thread-safe."""
 
@@ -58,18 +76,22 @@ class DiskIndex:
                 raise
             raise IndexDamaged(str(error)) from error
 
-    def entries(self) -> Iterator[Entry]:
+    def load(self) -> Columns:
         """All entries, by slot. Raises IndexDamaged."""
-        # One copy of each namespace, not one an object.
-        namespaces: dict[bytes, bytes] = {}
         try:
-            for slot, namespace, epoch, identity, group, digest, used in self._db.execute(
+            rows = self._db.execute(
                 "SELECT slot, namespace, epoch, identity, head_group, digest, used FROM objects ORDER BY slot"
-            ):
-                namespace = namespaces.setdefault(namespace, namespace)
-                yield Entry(slot, Key(namespace, epoch, identity, group), digest, used)
+            ).fetchall()
         except sqlite3.DatabaseError as error:
             raise IndexDamaged(str(error)) from error
+        # One copy of each namespace, not one an object.
+        copies: dict[bytes, bytes] = {}
+        return Columns(
+            [row[0] for row in rows],
+            [Key(copies.setdefault(row[1], row[1]), row[2], row[3], row[4]) for row in rows],
+            [row[5] for row in rows],
+            [row[6] for row in rows],
+        )
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Raises sqlite3.Error, for example when the disk is full."""

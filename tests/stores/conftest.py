@@ -62,7 +62,7 @@ def open_disk(tmp_path: Path) -> Iterator[OpenDisk]:
 def missing_mooncake() -> str | None:
     """Why Mooncake cannot be used here."""
     try:
-        load(MooncakeSettings("127.0.0.1:1", rpc_timeout_s=0.5))
+        load(MooncakeSettings("127.0.0.1:1"))
     except StoreError as error:
         return str(error)
     return None

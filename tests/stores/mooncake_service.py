@@ -38,7 +38,7 @@ class Master:
             "master": f"127.0.0.1:{self.port}",
             "metadata": f"http://127.0.0.1:{self.metadata_port}/metadata",
             "segment_gb": 0.064,
-            "rpc_timeout_s": 0.5,
+            "rpc_timeout_s": 1.0,
             **fields,
         }
         return MooncakeSettings(**values)  # type: ignore[arg-type]

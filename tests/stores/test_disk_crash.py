@@ -29,18 +29,21 @@ def write_until_killed(folder: Path, seed: int, slots: int, durability: str) -> 
         text=True,
     )
     assert child.stdout is not None
+    lines: list[str] = []
     try:
         if rng.random() < 0.1:
             # Somewhere in the start.
             time.sleep(rng.uniform(0.1, 0.6))
         else:
             assert child.stdout.readline() == "ready\n", "the store did not start"
-            time.sleep(rng.uniform(0, 0.08))
+            # However slow the machine is, something has been stored.
+            lines = [child.stdout.readline() for _ in range(rng.randrange(1, 20))]
+            time.sleep(rng.uniform(0, 0.03))
     finally:
         child.send_signal(signal.SIGKILL)
         output = child.stdout.read()
         child.wait()
-    lines = output.split("\n")[:-1]
+    lines += output.split("\n")[:-1]
     return [int(word) for line in lines if line != "ready" for word in line.split()]
 
 

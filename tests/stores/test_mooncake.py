@@ -109,7 +109,7 @@ def check_every_call_is_a_miss(store: Store, buffer: np.ndarray, seconds: float 
         begin = time.monotonic()
         outcome = call(begin + seconds)
         # What a loaded machine may take to wake a thread.
-        assert time.monotonic() - begin < seconds + 1
+        assert time.monotonic() - begin < seconds + 3
         assert not outcome.ok.any() and outcome.down  # type: ignore[attr-defined]
     assert not store.clear(NAMESPACE, 1, time.monotonic() + seconds)
     assert not store.ping(time.monotonic() + seconds)

@@ -20,6 +20,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def freeze(process: subprocess.Popen) -> None:
+    """Stop a process, and wait until all its threads have stopped."""
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 10
+    tasks = Path(f"/proc/{process.pid}/task")
+    while any((task / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < end, "the process does not stop"
+        time.sleep(0.001)
+
+
 class Master:
     """Keeps its ports over restarts, and loses what it knew."""
 
@@ -73,7 +83,7 @@ class Master:
 
     def freeze(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process)
 
     def thaw(self) -> None:
         assert self.process is not None

@@ -21,7 +21,7 @@ from hicache_ext.stores.mooncake import MooncakeStore, name_of, older_epochs
 from hicache_ext.stores.mooncake_client import MooncakeSettings, check_lockable, load, unreachable
 from tests.conftest import ROOT
 from tests.stores.conftest import OBJECT_BYTES, OpenMooncake, missing_mooncake
-from tests.stores.mooncake_service import Master, Peer, free_port
+from tests.stores.mooncake_service import Master, Peer, free_port, freeze
 from tests.stores.util import NAMESPACE, aligned_buffer, content, fill, key, soon
 
 pytestmark = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
@@ -191,7 +191,7 @@ def test_kind_backend_down_a_frozen_peer_holds_the_rows(
     try:
         assert put(store, buffer, list(range(32))).all()
         buffer[:] = 0
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process)
         outcome = store.get([key(n) for n in range(32)], range(32), time.monotonic() + 0.3)
         assert outcome.down and outcome.held.all()
         assert store.stats().held == 32

@@ -223,6 +223,7 @@ def assert_whole(install: patching.SGLangInstall) -> str:
     return status.state
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_every_file_is_whole(
     install: patching.SGLangInstall, released: dict[str, bytes]
 ) -> None:

@@ -86,7 +86,7 @@ def test_kind_corrupt_page_after_kills(tmp_path: Path, slots: int, durability: s
     assert kill_loop(tmp_path / "store", 2, slots, durability, 4) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kills", "slots", "durability"),
     [(50, NUMBERS, "none"), (90, 150, "none"), (40, 150, "data"), (20, 150, "full")],

@@ -131,7 +131,7 @@ def test_kind_written_but_never_read_back_by_another_server(
     assert hits(writer, buffer, numbers) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("outage", [0, 25])
 def test_kind_backend_down_master_killed_and_restarted(
     master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray, outage: float
@@ -204,7 +204,7 @@ def test_kind_backend_down_a_frozen_peer_holds_the_rows(
         peer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kind_backend_down_a_dead_peer_is_a_miss(
     fresh_master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray
 ) -> None:
@@ -225,7 +225,7 @@ def test_kind_backend_down_a_dead_peer_is_a_miss(
         another.close()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kind_corrupt_page_rows_of_an_abandoned_transfer_are_held_until_the_client_is_gone(
     fresh_master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +245,7 @@ def test_kind_corrupt_page_rows_of_an_abandoned_transfer_are_held_until_the_clie
     assert store._session is not first
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kind_backend_down_a_client_that_does_not_recover_is_replaced(
     master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +258,7 @@ def test_kind_backend_down_a_client_that_does_not_recover_is_replaced(
     assert hits(store, buffer, [1]) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kind_backend_down_store_full(
     mooncake_master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray
 ) -> None:
@@ -277,7 +277,7 @@ def test_kind_backend_down_store_full(
     assert store.clear(NAMESPACE, 1 << 40, soon())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_hot_objects_outlive_others(fresh_master: Master, open_mooncake: OpenMooncake) -> None:
     buffer = aligned_buffer(8, 1 << 20)
     store = open_mooncake(fresh_master, buffer, segment_gb=0.033)
@@ -289,7 +289,7 @@ def test_hot_objects_outlive_others(fresh_master: Master, open_mooncake: OpenMoo
     assert not store.exists([key(n) for n in range(100, 260)], soon()).ok.all()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_replicas_are_kept_in_different_processes(fresh_master: Master, open_mooncake: OpenMooncake) -> None:
     buffer = aligned_buffer(8, OBJECT_BYTES)
     store = open_mooncake(fresh_master, buffer, replicas=2)
@@ -333,7 +333,7 @@ def test_the_pattern_of_older_epochs(below: int) -> None:
 # Starting
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kind_start_up_trouble_no_master_then_one(buffer: np.ndarray, tmp_path: Path) -> None:
     master = Master(tmp_path / "master.log")
     store = MooncakeStore(master.settings(), OBJECT_BYTES)
@@ -363,7 +363,7 @@ def test_kind_start_up_trouble_no_metadata_service(mooncake_master: Master) -> N
     assert "Connection refused" in problem
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_without_a_metadata_service(
     mooncake_master: Master, open_mooncake: OpenMooncake, buffer: np.ndarray
 ) -> None:

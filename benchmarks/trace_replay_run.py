@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.trace_replay_trace import Request
 from hicache_ext.core.cache import CacheConfig, TieredCache
+from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy import EvictionPolicy
 from hicache_ext.core.policy.costs import CostModel
@@ -50,13 +51,16 @@ class Instant:
     def __init__(self) -> None:
         self.backups, self.loads = CompletionQueue(), CompletionQueue()
 
-    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray) -> None:
+    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray, labels: Labels) -> None:
         self.backups.post(seq)
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray]) -> None:
+    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray], labels: Labels) -> None:
         self.loads.post(seq)
 
     def poll(self) -> None:
+        pass
+
+    def wait_loads(self, seq: int) -> None:
         pass
 
     def drain(self) -> None:

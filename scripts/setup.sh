@@ -100,6 +100,9 @@ missing_debian() {
     fi
     # SGLang's kernel package loads it at import.
     ldconfig -p | grep -q 'libnuma\.so\.1' || echo libnuma1
+    # Mooncake loads them at import, whether or not there is an RDMA device.
+    ldconfig -p | grep -q 'libibverbs\.so\.1' || echo libibverbs1
+    ldconfig -p | grep -q 'librdmacm\.so\.1' || echo librdmacm1
     # Triton compiles its launchers at run time; on the CPU nothing is compiled.
     [ "$CUDA" = 0 ] || command -v g++ >/dev/null || echo g++
     if [ "$CUDA" = 1 ] && [ -n "$python" ]; then
@@ -142,7 +145,7 @@ lock() {
 }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then CUDA=1; else CUDA=0; fi
-if [ "$CUDA" = 1 ]; then EXTRAS=cuda13,model,bench,dev; else EXTRAS=cpu,model,bench,dev; fi
+if [ "$CUDA" = 1 ]; then EXTRAS=cuda13,mooncake-cuda13,model,bench,dev; else EXTRAS=cpu,mooncake,model,bench,dev; fi
 
 # 1. Debian packages
 PY="$(find_python || true)"

@@ -13,6 +13,15 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns take many minutes: they run only if `-m` names their marker."""
+    if "campaign" in (config.option.markexpr or ""):
+        return
+    chosen = [item for item in items if item.get_closest_marker("campaign") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
 def _prepared_model(dtype: str) -> Path:
     from scripts import prepare_model
 

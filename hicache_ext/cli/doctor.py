@@ -290,7 +290,7 @@ def _kept_whole(key: str) -> Finding:
 
 
 def _sizes(model: ModelKV, page_size: int, host_gb: float | None) -> dict[str, Any]:
-    page_bytes = model.token_bytes * page_size
+    page_bytes = model.page_bytes(page_size)
     host_gb = 1.0 if host_gb is None else host_gb
     return {
         "token_bytes": model.token_bytes,
@@ -329,7 +329,7 @@ def _print(findings: list[Finding], facts: dict[str, Any], problems: int) -> Non
         ranks = ", divided by the TP size: each rank stores the latent" if facts["latent"] else ""
         console.print(
             f"KV{part}: {facts['token_bytes']:,} bytes a token, {facts['page_bytes']:,} bytes a page of "
-            f"{facts['page_size']}; {facts['host_gb']:g} GB of host memory hold "
+            f"{facts['page_size']} on the host; {facts['host_gb']:g} GB of host memory hold "
             f"{facts['tokens']:,} tokens{ranks}",
             soft_wrap=True,
         )

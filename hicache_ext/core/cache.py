@@ -3,32 +3,41 @@
     match -> (load) -> lock -> insert -> unlock        a request's life
     evict                                              before an allocation
     flush_backups, start_loads, tick                   once per scheduler step
+    settle_loads                                       before the results of a batch that loaded are used
+    advance                                            when the weights change
 
 The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
-applied in ``tick`` only. Two calls wait for bytes instead, and apply what they waited for: ``evict``, when
-it cannot free enough otherwise, and ``reset``. Both wait for every copy that is in flight, so all TP ranks
-apply the same without talking to each other.
+applied in ``tick`` and ``settle_loads``, as all ranks agree. Two calls wait for bytes instead, and apply
+what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. Both wait for every
+backup in flight, and a backup always completes, so all ranks apply the same without talking to each other.
+
+A load whose pages do not verify condemns them and everything below them: no lookup finds them again, and who
+already holds them (``Node.doubt``) must compute again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
+from hicache_ext.core.header import NAMESPACE_BYTES, Labels
 from hicache_ext.core.host_pages import HostPages
-from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.page import IDENTITY_BYTES, PrefixScope
 from hicache_ext.core.policy import EvictionPolicy
-from hicache_ext.core.residency import Residency, Tier
+from hicache_ext.core.residency import Doubt, Residency, Tier
 from hicache_ext.core.tick import CompletionQueue, Reduce, agree
 from hicache_ext.core.tickets import Kind, Ticket, TicketBook
 from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
 
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
+
+HASHED_PAGES = 4096
+"""Page identities computed at most per step: some milliseconds of the scheduler thread."""
 
 
 class WritePolicy(StrEnum):
@@ -71,18 +80,23 @@ class Transfers(Protocol):
     """Moves pages; each direction is first in, first out and has its own completions.
 
     A backup reads its slots as of all forward passes launched before it. A load may be read by any forward
-    pass that was launched after it and waited for it.
+    pass that was launched after it and waited for it. A backup that fails leaves pages that do not verify; a
+    load posts its first page that does not verify, counted from 0.
     """
 
     backups: CompletionQueue
     loads: CompletionQueue
 
-    def backup(self, seq: int, slots: list[Slots], pages: np.ndarray) -> None:
+    def backup(self, seq: int, slots: list[Slots], pages: np.ndarray, labels: Labels) -> None:
         """Start copying device pages to host pages."""
         ...
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[Slots]) -> None:
-        """Start copying host pages to device pages."""
+    def load(self, seq: int, pages: np.ndarray, slots: list[Slots], labels: Labels) -> None:
+        """Start copying host pages to device pages, and checking that they are what ``labels`` says."""
+        ...
+
+    def wait_loads(self, seq: int) -> None:
+        """Wait until loads up to ``seq``, which have been started, have ended and are posted."""
         ...
 
     def poll(self) -> None:
@@ -111,21 +125,14 @@ class Stats:
     """Not backed up because the host pool had no page to spare."""
     backup_refused: int = 0
     """Not backed up because the policy expects more of what the host holds."""
-    backup_failed: int = 0
+    refused: int = 0
+    """Loaded from the host and refused: from the first page of a load that did not verify to its end."""
     load_declined: int = 0
     """On the host, but the device pool had no room to load it."""
     ticks: int = 0
     evict_waits: int = 0
     """Evictions that had to wait for copies in flight."""
     resets: int = 0
-
-
-@dataclass
-class _Doom:
-    """A backup failed: it and the backups behind it, which may be its descendants, roll back together."""
-
-    last_seq: int
-    tickets: list[Ticket] = field(default_factory=list)
 
 
 class TieredCache:
@@ -136,7 +143,7 @@ class TieredCache:
         device: DevicePool,
         transfers: Transfers,
         *,
-        namespace: bytes = b"",
+        namespace: bytes = bytes(NAMESPACE_BYTES),
         own: Callable[[Slots], Slots] = lambda run: run.copy(),
         reduce: Reduce | None = None,
     ) -> None:
@@ -149,10 +156,11 @@ class TieredCache:
         self.tree = TieredRadixTree(config.page_size, policy, namespace=namespace, own=own)
         self.tickets = TicketBook(self.tree)
         self.stats = Stats()
+        self.epoch = 0
+        """Counts weight changes and resets; a page is readable in the epoch it was computed in only."""
         self._dirty: deque[Node] = deque()
         self._applied = {Kind.BACKUP: 0, Kind.LOAD: 0}
-        self._queued_loads: list[Ticket] = []
-        self._doom: _Doom | None = None
+        self._queued_loads: list[tuple[Ticket, Labels]] = []
 
     # A request's life
 
@@ -199,7 +207,8 @@ class TieredCache:
             for member in nodes:
                 self.tree.set_device(member, PENDING, self.tree.own(slots[start : start + len(member)]))
                 start += len(member)
-            self._queued_loads.append(self.tickets.begin(Kind.LOAD, nodes, [node]))
+            labels = self._labels(nodes)
+            self._queued_loads.append((self.tickets.begin(Kind.LOAD, nodes, [node]), labels))
         else:
             self.stats.load_declined += tokens
         self.tree.unlock(above, Tier.DEVICE)
@@ -232,7 +241,7 @@ class TieredCache:
                 waited = True
                 continue
             if self.config.write_policy is WritePolicy.WRITE_BACK:
-                self._write_back([v for v in victims if v.host is ABSENT])
+                self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
                 freed += len(victim)
                 self._drop_device(victim)
@@ -255,15 +264,18 @@ class TieredCache:
 
     def flush_backups(self) -> None:
         """Write-through: submit the backup of what was inserted since, parents before children."""
-        if not self._dirty or self._doom is not None:
+        if not self._dirty:
             return
         nodes: list[Node] = []
         # Whole pages, and at least one: a limit below the page size would never write anything.
-        budget = max(self.config.backup_limit // self.config.page_size, 1) * self.config.page_size
+        limit = min(max(self.config.backup_limit // self.config.page_size, 1), HASHED_PAGES)
+        budget = limit * self.config.page_size
         while self._dirty and budget:
             node = self._dirty.popleft()
             node.backup_queued = False
-            if node.parent is not None and node.device is READY and node.host is ABSENT:
+            if node.parent is None or node.doubt is not Doubt.NONE:
+                continue
+            if node.device is READY and node.host is ABSENT:
                 chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
@@ -274,29 +286,48 @@ class TieredCache:
         self._submit_backup(nodes)
 
     def start_loads(self) -> int:
-        """Start the queued loads; returns the load that a batch built now has to wait for, or -1."""
-        for ticket in self._queued_loads:
+        """Start the queued loads; returns the load that a batch built now has to wait for, or -1.
+
+        The same on all ranks. The batch's results may be used after ``settle_loads`` of that number.
+        """
+        for ticket, labels in self._queued_loads:
             pages = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
-            self.transfers.load(ticket.seq, pages, [n.slots for n in ticket.nodes])
+            self.transfers.load(ticket.seq, pages, [n.slots for n in ticket.nodes], labels)
         self._queued_loads.clear()
         started = self.tickets.last_seq(Kind.LOAD)
-        return started if started > self.transfers.loads.done() else -1
+        return started if started > self._applied[Kind.LOAD] else -1
+
+    def settle_loads(self, upto: int) -> None:
+        """Wait until load ``upto`` and those before it are verified on all ranks, and apply them.
+
+        Every rank calls it for the same batch, with the number that ``start_loads`` returned for it.
+        """
+        if self._applied[Kind.LOAD] < upto:
+            self.transfers.wait_loads(upto)
+        while self._applied[Kind.LOAD] < upto:
+            self._apply_agreed(limit=1 << 30)
+        self._sweep()
 
     def tick(self) -> None:
         """Apply what transfers have achieved, the same on every rank; see ``tick.agree``."""
         self.tree.clock += 1
         self.stats.ticks += 1
         self.transfers.poll()
-        backups, loads = agree(
-            [
-                (self.transfers.backups, self._applied[Kind.BACKUP]),
-                (self.transfers.loads, self._applied[Kind.LOAD]),
-            ],
-            self.config.tick_limit,
-            self.reduce,
-        )
-        self._apply_backups(backups.upto, backups.failed)
-        self._apply_loads(loads.upto, loads.failed)
+        self._apply_agreed(self.config.tick_limit)
+        self._sweep()
+
+    def advance(self, namespace: bytes | None = None) -> None:
+        """The weights change: from now on nothing computed before is found in any tier.
+
+        Requests that hold such pages keep them until they let go. A copy in flight may end; its pages are
+        dropped then.
+        """
+        self.epoch += 1
+        if namespace is not None:
+            self.tree.namespace = namespace
+        for child in list(self.tree.root.children.values()):
+            self.tree.condemn(child, Doubt.STALE)
+        self._sweep()
 
     def drain(self) -> None:
         """Wait for every copy in flight; what they achieved is applied by the next tick."""
@@ -309,13 +340,13 @@ class TieredCache:
         self.transfers.drain()
         for kind, queue in ((Kind.BACKUP, self.transfers.backups), (Kind.LOAD, self.transfers.loads)):
             for seq in range(queue.done() + 1, self.tickets.last_seq(kind) + 1):
-                queue.post(seq, ok=False)
+                queue.post(seq)
             self._applied[kind] = self.tickets.last_seq(kind)
         self.tickets.disown()
         self.tree.clear()
         self.host_pages.clear()
         self._dirty.clear()
-        self._doom = None
+        self.epoch += 1
         self.stats.resets += 1
 
     # Inspection
@@ -396,14 +427,18 @@ class TieredCache:
     def _submit_backup(self, nodes: list[Node]) -> Ticket | None:
         if not nodes:
             return None
+        labels = self._labels(nodes)
         ticket = self.tickets.begin(Kind.BACKUP, nodes, nodes)
         pages = np.concatenate([n.pages for n in nodes if n.pages is not None])
-        self.transfers.backup(ticket.seq, [n.slots for n in nodes], pages)
+        self.transfers.backup(ticket.seq, [n.slots for n in nodes], pages, labels)
         return ticket
 
+    def _labels(self, nodes: list[Node]) -> Labels:
+        joined = b"".join(b"".join(self.tree.identities(node)) for node in nodes)
+        identities = np.frombuffer(joined, dtype=np.uint8).reshape(-1, IDENTITY_BYTES)
+        return Labels(identities, self.tree.namespace, self.epoch)
+
     def _write_back(self, victims: list[Node]) -> None:
-        if not victims or self._doom is not None:
-            return
         nodes: list[Node] = []
         for victim in victims:
             if victim.host is ABSENT:
@@ -414,45 +449,64 @@ class TieredCache:
     def _settle_backups(self) -> None:
         """Wait for all backups and apply them here and now; every rank does so in the same call."""
         self.transfers.drain()
-        failed = self.transfers.backups.first_failure(self._applied[Kind.BACKUP])
-        if failed is not None and self.reduce is not None:
-            raise RuntimeError(f"backup {failed} failed on this rank while all ranks waited for it")
-        last = self.tickets.last_seq(Kind.BACKUP)
-        while self._applied[Kind.BACKUP] < last:
-            failed = self.transfers.backups.first_failure(self._applied[Kind.BACKUP])
-            self._apply_backups(failed or last, failed)
+        self._apply_backups(self.tickets.last_seq(Kind.BACKUP))
 
-    def _apply_backups(self, upto: int, failed: int | None) -> None:
+    def _apply_agreed(self, limit: int) -> None:
+        agreed = agree(
+            (self.transfers.backups, self._applied[Kind.BACKUP]),
+            (self.transfers.loads, self._applied[Kind.LOAD]),
+            limit,
+            self.reduce,
+        )
+        self._apply_backups(agreed.backups)
+        self._apply_loads(agreed.loads, agreed.bad_page)
+
+    def _apply_backups(self, upto: int) -> None:
         for seq in range(self._applied[Kind.BACKUP] + 1, upto + 1):
             ticket = self.tickets.open[Kind.BACKUP][seq]
-            if seq == failed and self._doom is None:
-                self._doom = _Doom(self.tickets.last_seq(Kind.BACKUP))
-            if self._doom is None:
-                self.tickets.commit(ticket)
-                self.stats.backed_up += ticket.tokens
-                continue
-            self._doom.tickets.append(ticket)
-            if seq == self._doom.last_seq:
-                self._roll_back(self._doom.tickets)
-                self._doom = None
+            self.tickets.commit(ticket)
+            self.stats.backed_up += ticket.tokens
         self._applied[Kind.BACKUP] = max(self._applied[Kind.BACKUP], upto)
 
-    def _roll_back(self, tickets: list[Ticket]) -> None:
-        for ticket in reversed(tickets):
-            self.stats.backup_failed += ticket.tokens
-            self.tickets.rollback(ticket)
-            for node in reversed(ticket.nodes):
-                self._release_host(node)
-
-    def _apply_loads(self, upto: int, failed: int | None) -> None:
-        if failed is not None:
-            # Requests may already compute on these pages: nothing but stopping is never wrong.
-            raise RuntimeError(f"load {failed} from host to device failed; the pages' content is unknown")
+    def _apply_loads(self, upto: int, bad_page: int | None) -> None:
+        """Commit loads up to ``upto``; of the last one only what is before ``bad_page`` is kept."""
         for seq in range(self._applied[Kind.LOAD] + 1, upto + 1):
             ticket = self.tickets.open[Kind.LOAD][seq]
+            if seq < upto or bad_page is None:
+                self.tickets.commit(ticket)
+                self.stats.loaded += ticket.tokens
+                continue
+            bad = self._node_at(ticket, bad_page)
             self.tickets.commit(ticket)
-            self.stats.loaded += ticket.tokens
+            self.tree.condemn(bad, Doubt.CORRUPT)
+            sound = bad_page * self.config.page_size
+            self.stats.loaded += sound
+            self.stats.refused += ticket.tokens - sound
         self._applied[Kind.LOAD] = max(self._applied[Kind.LOAD], upto)
+
+    def _node_at(self, ticket: Ticket, page: int) -> Node:
+        """The ticket's node that begins at its page ``page``; one that only contains it is split there."""
+        start = page * self.config.page_size
+        for node in ticket.nodes:
+            if start < len(node):
+                if start:
+                    self.tree.split(node, start)
+                return node
+            start -= len(node)
+        raise AssertionError(f"load {ticket.seq} has no page {page}")
+
+    def _sweep(self) -> None:
+        """Give back what condemned nodes hold as far as nobody uses it."""
+        for top in list(self.tree.condemned.values()):
+            for node in reversed(list(self.tree.subtree(top))):
+                if node.host is READY and not node.host_locks and not node.host_children:
+                    self._release_host(node)
+                if node.device is READY and not node.device_locks and not node.device_children:
+                    slots = node.slots
+                    self.tree.set_device(node, ABSENT)
+                    self.device.free(slots)
+                if node.device is ABSENT and node.host is ABSENT:
+                    self.tree.prune(node)
 
     def _victims(self, tokens: int) -> list[Node]:
         """Device candidates of lowest rank, enough for ``tokens`` if there are; the last one is cut."""

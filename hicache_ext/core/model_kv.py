@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.core.header import Geometry, head_groups
+
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _DECODER_WITH_ENCODER = {
@@ -32,6 +34,7 @@ class ModelKV:
         architecture: as SGLang names it.
         kinds: keys of ``kv_spec.KINDS``, the main structure first.
         layers: attention layers that keep KV a token.
+        kv_heads: KV heads; a latent row counts as one.
         row_elements: elements a token and layer, K and V together, or the latent row.
         rows: what a row is, for people.
         dtype: of the stored elements, as torch names it.
@@ -41,6 +44,7 @@ class ModelKV:
     architecture: str
     kinds: tuple[str, ...]
     layers: int
+    kv_heads: int
     row_elements: int
     rows: str
     dtype: str
@@ -50,6 +54,12 @@ class ModelKV:
     def token_bytes(self) -> int:
         """Bytes a token of all layers."""
         return self.layers * self.row_elements * _BYTES.get(self.dtype, 2)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page in host memory, headers included."""
+        groups = head_groups(self.kv_heads)
+        slabs = self.layers * (1 if "mla" in self.kinds else 2)
+        return groups * Geometry(groups, page_size * self.token_bytes // groups, slabs).object_bytes
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -88,9 +98,9 @@ def from_config(config: Mapping[str, Any]) -> ModelKV:
     kinds = signs(config)
     if "mla" in kinds:
         rank, rotary = _count(text, "kv_lora_rank"), _count(text, "qk_rope_head_dim")
-        elements, rows = rank + rotary, f"latent {rank} + rotary {rotary}"
+        kv_heads, elements, rows = 1, rank + rotary, f"latent {rank} + rotary {rotary}"
     elif _is_attention_free(text):
-        elements, rows, layers = 0, "no attention layer", 0
+        kv_heads, elements, rows, layers = 0, 0, "no attention layer", 0
     else:
         heads = _count(text, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
         kv_heads = _optional(text, "num_key_value_heads") or (1 if text.get("multi_query") else heads)
@@ -108,6 +118,7 @@ def from_config(config: Mapping[str, Any]) -> ModelKV:
         architecture=architecture(config),
         kinds=kinds,
         layers=layers,
+        kv_heads=kv_heads,
         row_elements=elements,
         rows=rows,
         dtype=_dtype(config, text),

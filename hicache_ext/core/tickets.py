@@ -1,7 +1,7 @@
 """Tickets: the only owners of space and locks of a transfer in flight.
 
 Every transfer has one ticket. It is opened with its space reserved and both ends locked, and it ends
-exactly once: ``commit`` (the bytes have arrived) or ``rollback`` (they have not and never will).
+exactly once: with ``commit`` (the copy has ended), or disowned together with the whole tree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Kind(Enum):
 class State(Enum):
     OPEN = auto()
     COMMITTED = auto()
-    ROLLED_BACK = auto()
+    DISOWNED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +73,7 @@ class TicketBook:
         return ticket
 
     def commit(self, ticket: Ticket) -> None:
-        """The bytes are there: PENDING becomes READY, the locks go."""
+        """The copy has ended: PENDING becomes READY, the locks go."""
         self._end(ticket, State.COMMITTED)
         for node in ticket.nodes:
             if ticket.kind is Kind.BACKUP:
@@ -82,16 +82,11 @@ class TicketBook:
                 self._tree.set_device(node, Residency.READY)
         self._unlock(ticket)
 
-    def rollback(self, ticket: Ticket) -> None:
-        """The bytes are not there; the caller frees what the nodes' receiving side held."""
-        self._end(ticket, State.ROLLED_BACK)
-        self._unlock(ticket)
-
     def disown(self) -> None:
         """End every open ticket without touching the tree; for a reset, once no copy is in flight."""
         for tickets in self.open.values():
             for ticket in tickets.values():
-                ticket.state = State.ROLLED_BACK
+                ticket.state = State.DISOWNED
             tickets.clear()
 
     def check(self) -> None:

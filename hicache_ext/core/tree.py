@@ -14,6 +14,8 @@ Invariants, asserted by ``check()``:
  5. Sizes: evictable + protected = tokens on the device, evictable = those without a device lock.
  6. Eviction candidates of a tier are exactly its unlocked READY nodes without resident children.
  7. Waiters of a node = the queued requests whose match ends at or below it.
+ 8. Doubt covers the subtree: below a condemned node all are condemned, at least as badly. The topmost one is
+    filed under a key that no lookup builds.
 
 A split keeps the caller's node object as the deeper half, so every handle stays valid.
 """
@@ -28,12 +30,14 @@ import numpy as np
 
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
 from hicache_ext.core.policy import EvictionPolicy
-from hicache_ext.core.residency import Residency, Tier
+from hicache_ext.core.residency import Doubt, Residency, Tier
 
 if TYPE_CHECKING:
     from hicache_ext.core.tickets import Ticket
 
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
+
+_CONDEMNED = "condemned"
 
 Slots = Any
 """Device KV slots of a token run, one per token: an int64 numpy array or torch tensor."""
@@ -53,6 +57,7 @@ class Node:
     stamp: int = 0
     start: int = 0
     state: Any = None
+    key: Hashable = None
     children: dict[Hashable, Node] = field(default_factory=dict)
     identities: list[bytes] | None = None
 
@@ -70,6 +75,7 @@ class Node:
     waiting: set[str] = field(default_factory=set)
     tickets: list[Ticket] = field(default_factory=list)
     backup_queued: bool = False
+    doubt: Doubt = Doubt.NONE
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -127,6 +133,7 @@ class TieredRadixTree:
         self.root = Node(self._new_id(), None, PrefixScope(), np.empty(0, np.int64))
         self.root.device = self.root.host = READY
         self.waiting: dict[str, Node] = {}
+        self.condemned: dict[Hashable, Node] = {}
         self.evictable_tokens = 0
         self.protected_tokens = 0
         self.host_tokens = 0
@@ -174,7 +181,7 @@ class TieredRadixTree:
             key = self._key(node, scope, tokens, pos)
             child = node.children.get(key)
             if child is None:
-                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, pos)
+                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, pos, key=key)
                 node.children[key] = child
                 self.nodes += 1
                 self.policy.created(child)
@@ -198,9 +205,11 @@ class TieredRadixTree:
         assert 0 < length < len(node) and length % self.page_size == 0
         parent = node.parent
         assert parent is not None
-        upper = Node(self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp, node.start)
+        upper = Node(
+            self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp, node.start, key=node.key
+        )
+        upper.doubt = node.doubt
         pages = length // self.page_size
-        key = self._key(parent, node.scope, node.tokens, 0)
         if node.identities is not None:
             upper.identities, node.identities = node.identities[:pages], node.identities[pages:]
         if node.device is not ABSENT:
@@ -218,9 +227,12 @@ class TieredRadixTree:
             upper.tickets.append(ticket)
         node.tokens = node.tokens[length:].copy()
         node.start += length
-        parent.children[key] = upper
+        parent.children[upper.key] = upper
         node.parent = upper
-        upper.children[self._key(upper, node.scope, node.tokens, 0)] = node
+        node.key = self._key(upper, node.scope, node.tokens, 0)
+        upper.children[node.key] = node
+        if upper.key in self.condemned:
+            self.condemned[upper.key] = upper
         self.nodes += 1
         self.policy.split(upper, node)
         return upper
@@ -289,7 +301,8 @@ class TieredRadixTree:
         parent = node.parent
         assert parent is not None and not node.children and node.device is ABSENT and node.host is ABSENT
         self.policy.forget(node)
-        del parent.children[self._key(parent, node.scope, node.tokens, 0)]
+        del parent.children[node.key]
+        self.condemned.pop(node.key, None)
         for rid in node.waiting:
             self.waiting[rid] = parent
             if parent is not self.root:
@@ -302,6 +315,18 @@ class TieredRadixTree:
         self.nodes -= 1
         for index in self.candidates.values():
             index.discard(node)
+
+    def condemn(self, node: Node, doubt: Doubt) -> None:
+        """Take a subtree out of reach of every lookup; it stays until its locks are gone."""
+        parent = node.parent
+        assert parent is not None
+        if node.doubt is Doubt.NONE:
+            del parent.children[node.key]
+            node.key = (_CONDEMNED, node.id)
+            parent.children[node.key] = node
+            self.condemned[node.key] = node
+        for member in self.subtree(node):
+            member.doubt = max(member.doubt, doubt)
 
     # Locks
 
@@ -361,13 +386,18 @@ class TieredRadixTree:
 
     # Inspection
 
+    def subtree(self, node: Node) -> Iterator[Node]:
+        """``node`` and every node below it, parents first."""
+        stack = [node]
+        while stack:
+            member = stack.pop()
+            yield member
+            stack.extend(member.children.values())
+
     def walk(self) -> Iterator[Node]:
         """Every node below the root, parents first."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for child in list(self.root.children.values()):
+            yield from self.subtree(child)
 
     def check(self) -> None:
         """Assert the invariants of the module docstring; O(nodes)."""
@@ -382,7 +412,13 @@ class TieredRadixTree:
             parent = node.parent
             assert parent is not None
             assert len(node) > 0 and len(node) % self.page_size == 0, node
-            assert parent.children.get(self._key(parent, node.scope, node.tokens, 0)) is node, node
+            assert parent.children.get(node.key) is node, node
+            assert node.doubt >= parent.doubt, f"{node} is trusted below a condemned node"
+            if node.doubt is Doubt.NONE:
+                assert node.key == self._key(parent, node.scope, node.tokens, 0), node
+            elif parent.doubt is Doubt.NONE:
+                assert self.condemned.get(node.key) is node and isinstance(node.key, tuple), node
+                assert node.key[0] is _CONDEMNED, node
             assert node.device is not ABSENT or node.host is not ABSENT, f"{node} is nowhere"
             if node.device is not ABSENT:
                 assert parent.device is not ABSENT, f"device closure broken at {node}"

@@ -1,14 +1,17 @@
 """SGLang 0.5.23's prefix-cache interface over ``TieredCache``.
 
 SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
-``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``transfers_idle``) come from the
-patch series.
+``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``on_batch_result``, ``on_control``,
+``transfers_idle``) come from the patch series.
+
+A request's pages belong to the epoch and the scope it was matched in (its *origin*): what it computed is
+published there or not at all.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +30,23 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.page import PrefixScope
-from hicache_ext.core.residency import Residency
+from hicache_ext.core.residency import Doubt, Residency
 from hicache_ext.core.tree import Node
+from hicache_ext.integration.control import Adapters, weight_change
 from hicache_ext.integration.metrics import Metrics
+from hicache_ext.integration.namespace import WeightVersions
+from hicache_ext.integration.recompute import Recompute
 from hicache_ext.integration.settings import Settings
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
+
+
+class Origin(NamedTuple):
+    """What a request's pages were computed for."""
+
+    epoch: int
+    scope: PrefixScope
 
 
 class HicacheExtCache(BasePrefixCache):
@@ -49,6 +62,7 @@ class HicacheExtCache(BasePrefixCache):
         host: HostPagePool,
         counter: LayerCounter,
         settings: Settings,
+        versions: WeightVersions,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -57,12 +71,15 @@ class HicacheExtCache(BasePrefixCache):
         self.engine = engine
         self.host = host
         self.counter = counter
+        self.recompute = Recompute()
+        self._versions = versions
+        self._adapters = Adapters()
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = Metrics(cache, engine, _rank_labels(), settings.metrics_interval)
+            self._metrics = Metrics(cache, engine, self.recompute, _rank_labels(), settings.metrics_interval)
 
     # Lookup
 
@@ -74,7 +91,10 @@ class HicacheExtCache(BasePrefixCache):
         key = params.key
         lora = getattr(params.req, "lora_id", None)
         tokens = _as_numpy(key.token_ids)[: key._raw_len()]
-        match = self.cache.match(_scope(key.extra_key, key.cache_salt, lora), tokens)
+        scope = self._scope(key.extra_key, key.cache_salt, lora)
+        match = self.cache.match(scope, tokens)
+        if params.req is not None:
+            params.req._hicache_ext_origin = Origin(self.cache.epoch, scope)
         return MatchResult(
             device_prefix_len=match.device_len,
             last_device_node=match.device_node,
@@ -100,6 +120,11 @@ class HicacheExtCache(BasePrefixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         self.cache.unwant(req.rid)
+        origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
+        doubtful = req.last_node is not None and req.last_node.doubt is not Doubt.NONE
+        if origin is None or origin.epoch != self.cache.epoch or doubtful:
+            # Computed by older weights, or from a damaged page: its row stays its own.
+            return
         length = up_to // self.page_size * self.page_size
         tokens = _as_numpy(req.full_untruncated_fill_ids[:length])
         length = len(tokens) // self.page_size * self.page_size
@@ -109,8 +134,7 @@ class HicacheExtCache(BasePrefixCache):
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[:length].to(torch.int64, copy=True)
-        scope = _scope(req.extra_key, req.cache_salt, req.lora_id)
-        done = self.cache.insert(scope, tokens[:length], slots)
+        done = self.cache.insert(origin.scope, tokens[:length], slots)
         if done.matched > owned:
             # Someone else published these pages first: keep theirs, free ours.
             self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
@@ -139,13 +163,30 @@ class HicacheExtCache(BasePrefixCache):
         ids = req.origin_input_ids + req.output_ids
         # The last token is always computed, so the page it completes is never reused.
         tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
-        self.cache.want(req.rid, _scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
+        self.cache.want(req.rid, self._scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self.cache.unwant(handle.rid)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self.cache.unwant(req.rid)
+
+    def on_batch_result(self, scheduler: Any, batch: Any) -> None:
+        """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
+        self.cache.settle_loads(batch.hicache_consumer_index)
+        if self.cache.tree.condemned:
+            self.recompute.take_back(scheduler, batch)
+
+    def on_control(self, request: Any) -> None:
+        """A control request is about to be carried out."""
+        self.recompute.on_control(request)
+        self._adapters.apply(request)
+        change = weight_change(request)
+        if change is not None:
+            self.cache.advance(self._versions.after_update(change.version))
+
+    def _scope(self, extra_key: str | None, cache_salt: str | None, lora: str | None) -> PrefixScope:
+        return PrefixScope(extra_key or "", cache_salt or "", self._adapters.scope(lora))
 
     # Space
 
@@ -194,6 +235,7 @@ class HicacheExtCache(BasePrefixCache):
     def check_hicache_events(self) -> None:
         start = time.perf_counter()
         self.cache.tick()
+        self.recompute.settle(between_steps=True)
         self.cache.flush_backups()
         if self._check_every and self.cache.stats.ticks % self._check_every == 0:
             self.cache.check()
@@ -202,6 +244,7 @@ class HicacheExtCache(BasePrefixCache):
             self._metrics.publish()
 
     def flush_pending_backups(self) -> None:
+        self.recompute.settle(between_steps=False)
         self.cache.flush_backups()
 
     def transfers_idle(self) -> bool:
@@ -218,10 +261,6 @@ class HicacheExtCache(BasePrefixCache):
     def release_host_resources(self) -> None:
         self.engine.close()
         self.host.close()
-
-
-def _scope(extra_key: str | None, cache_salt: str | None, lora: str | None) -> PrefixScope:
-    return PrefixScope(extra_key or "", cache_salt or "", lora or "")
 
 
 def _as_numpy(ids: Any) -> np.ndarray:

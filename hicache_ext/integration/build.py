@@ -11,14 +11,18 @@ import psutil
 import torch
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.header import Integrity
 from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.tick import Reduce
-from hicache_ext.integration.flags import check_patches, settings_of
-from hicache_ext.integration.pools import SlotPool, account_for_pools, describe
+from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, check_patches, settings_of
+from hicache_ext.integration.namespace import WeightVersions, namespace_of
+from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
-from hicache_ext.transfer.engine import make_engine
+from hicache_ext.transfer.choices import CopyBackendName, parse_plan
+from hicache_ext.transfer.engine import Engine, make_engine
+from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 
@@ -49,7 +53,8 @@ def _build(ctx: Any, settings: Settings) -> Any:
         )
     account_for_pools(ctx)
     allocator = params.token_to_kv_pool_allocator
-    kv = describe(allocator.get_kvcache(), params.page_size)
+    pool = allocator.get_kvcache()
+    kv = describe(pool, params.page_size, head_shard(ctx))
     reduce = group_min(params.tp_cache_group)
     pages = host_pages(
         settings.host_gb,
@@ -72,13 +77,32 @@ def _build(ctx: Any, settings: Settings) -> Any:
     )
     host = HostPagePool(kv.layout, pages, pinned=on_gpu)
     forward_stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
-    with closing(make_engine(kv, host, forward_stream)) as trial:
-        prove_layout(allocator.get_kvcache(), kv, trial, host)
-    engine = make_engine(kv, host, forward_stream)
+    integrity = Integrity(settings.integrity)
+    backend = CopyBackendName(settings.copy_backend)
+
+    def engine_with(faults: FaultInjector | None) -> Engine:
+        return make_engine(kv, host, forward_stream, integrity=integrity, faults=faults, backend=backend)
+
+    try:
+        # Dropped at once, so that its buffers on the device serve the next engine.
+        with closing(engine_with(None)) as trial:
+            prove_layout(pool, kv, trial, host, integrity)
+        del trial
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(f"--hicache-ext-copy-backend {backend}: {error}") from error
+    faults = None
+    if settings.inject_faults is not None:
+        faults = FaultInjector(parse_plan(settings.inject_faults), kv.layout)
+        logger.warning("hicache-ext: pages are damaged on purpose (%s)", settings.inject_faults)
+    engine = engine_with(faults)
     counter = LayerCounter(kv.layout.layers, engine.signal)
-    allocator.get_kvcache().register_layer_transfer_counter(counter)
+    pool.register_layer_transfer_counter(counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
     granule = min(settings.evict_granule, max(allocator.size // 64, params.page_size))
+    namespace = namespace_of(ctx.server_args, ctx.model_config, kv.layout, str(pool.dtype))
+    versions = WeightVersions(namespace, getattr(ctx.server_args, SERVER_ID_ATTRIBUTE))
     cache = TieredCache(
         CacheConfig(
             page_size=params.page_size,
@@ -90,10 +114,19 @@ def _build(ctx: Any, settings: Settings) -> Any:
         TierAwareLru(),
         SlotPool(allocator),
         engine,
+        namespace=versions.digest(),
         own=torch.Tensor.clone,
         reduce=reduce,
     )
-    return HicacheExtCache(params, cache, engine, host, counter, settings)
+    return HicacheExtCache(params, cache, engine, host, counter, settings, versions)
+
+
+def head_shard(ctx: Any) -> HeadShard:
+    """This rank's part of the model's KV heads; under DP attention the attention group counts."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return HeadShard(ctx.model_config.get_total_num_kv_heads(), parallel.attn_tp_size, parallel.attn_tp_rank)
 
 
 def group_min(group: Any) -> Reduce | None:

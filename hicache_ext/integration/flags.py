@@ -6,6 +6,7 @@ Called by the patched ``ServerArgs.resolve_once`` with the raw arguments, in the
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hicache_ext.integration.settings import GB, Settings, SettingsError, load_s
 
 BACKEND = "hicache_ext"
 SETTINGS_ATTRIBUTE = "_hicache_ext_settings"
+SERVER_ID_ATTRIBUTE = "_hicache_ext_server_id"
 
 
 def prepare(server_args: Any) -> None:
@@ -29,6 +31,9 @@ def prepare(server_args: Any) -> None:
             server_args.hicache_ext_config,
             host_gb=server_args.hicache_ext_host_gb,
             write_policy=server_args.hicache_ext_write_policy,
+            integrity=server_args.hicache_ext_integrity,
+            copy_backend=server_args.hicache_ext_copy_backend,
+            inject_faults=server_args.hicache_ext_inject_faults,
         )
         check_patches()
         check_model(server_args.model_path)
@@ -40,6 +45,7 @@ def prepare(server_args: Any) -> None:
     server_args.radix_cache_backend = BACKEND
     # Underscore attributes travel with the record to the scheduler processes.
     setattr(server_args, SETTINGS_ATTRIBUTE, settings)
+    setattr(server_args, SERVER_ID_ATTRIBUTE, uuid.uuid4().hex)
 
 
 def settings_of(server_args: Any) -> Settings:

@@ -6,6 +6,9 @@ import time
 from typing import Any
 
 from hicache_ext.core.cache import TieredCache
+from hicache_ext.core.header import Reason
+from hicache_ext.integration.recompute import Recompute
+from hicache_ext.transfer.choices import FaultKind
 from hicache_ext.transfer.engine import Engine
 
 
@@ -15,12 +18,20 @@ class Metrics:
     Create it in a scheduler process: SGLang has set Prometheus's multi-process directory by then.
     """
 
-    def __init__(self, cache: TieredCache, engine: Engine, labels: dict[str, Any], interval: float) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        engine: Engine,
+        recompute: Recompute,
+        labels: dict[str, Any],
+        interval: float,
+    ) -> None:
         # Imported late, because the client reads the multi-process directory when it is imported.
         from prometheus_client import Counter, Gauge
 
         self._cache = cache
         self._engine = engine
+        self._recompute = recompute
         self._interval = interval
         self._next = 0.0
         self._labels = {k: str(v) for k, v in labels.items()}
@@ -41,6 +52,14 @@ class Metrics:
         self._lost = counter("lost_tokens", "Tokens evicted from the device that were on no other tier.")
         self._declined = counter("declined_tokens", "Tokens not copied for lack of room.", "direction")
         self._failed = counter("failed_backup_tokens", "Tokens whose copy to the host failed.")
+        self._refused = counter("refused_pages", "Pages that did not verify when they came back.", "reason")
+        self._checks = counter("integrity_seconds", "Time of CPU threads spent on headers and checksums.")
+        self._dropped = counter("refused_tokens", "Tokens removed because a page did not verify.")
+        self._recomputed = counter("recomputed_requests", "Requests that started again for such a page.")
+        self._epoch = gauge("epoch", "Weight changes and flushes since start.")
+        if engine.faults is not None:
+            self._injected = counter("injected_faults", "Pages damaged on purpose.", "tier", "kind")
+            self._met = counter("met_faults", "Damaged pages that were loaded; each must be refused.")
         self._waits = counter("evict_waits", "Evictions that waited for copies in flight.")
         self._ticks = counter("ticks", "Scheduler steps.")
         self._tick_seconds = counter("tick_seconds", "Time spent in ticks.")
@@ -61,14 +80,27 @@ class Metrics:
         self._count(self._hits, stats.hit_device, tier="device")
         self._count(self._hits, stats.hit_host, tier="host")
         self._count(self._computed, stats.computed)
-        self._count(self._bytes, self._engine.bytes_to_host, direction="device_to_host")
-        self._count(self._bytes, self._engine.bytes_to_device, direction="host_to_device")
+        counts = self._engine.counts
+        self._count(self._bytes, counts.bytes_to_host, direction="device_to_host")
+        self._count(self._bytes, counts.bytes_to_device, direction="host_to_device")
         self._count(self._evicted, stats.evicted_device, tier="device")
         self._count(self._evicted, stats.evicted_host, tier="host")
         self._count(self._lost, stats.evicted_lost)
         self._count(self._declined, stats.backup_declined, direction="device_to_host")
         self._count(self._declined, stats.load_declined, direction="host_to_device")
-        self._count(self._failed, stats.backup_failed)
+        self._count(self._failed, counts.failed_backups * page)
+        for reason in Reason:
+            self._count(self._refused, counts.refused[reason], reason=reason.value)
+        self._count(self._checks, counts.seal_seconds + counts.verify_seconds)
+        self._count(self._dropped, stats.refused)
+        self._count(self._recomputed, self._recompute.count)
+        self._set(self._epoch, cache.epoch)
+        if (faults := self._engine.faults) is not None:
+            for kind in FaultKind:
+                self._count(
+                    self._injected, faults.injected[kind], tier=faults.plan.tier.value, kind=kind.value
+                )
+            self._count(self._met, faults.met)
         self._count(self._waits, stats.evict_waits)
         self._count(self._ticks, stats.ticks)
         self._count(self._tick_seconds, self.tick_seconds)

@@ -47,7 +47,7 @@ def _probe(folder: Path, base: ModelKV) -> ModelKV:
         layers = model.num_attention_layers
     if model.attention_arch == AttentionArch.MLA:
         rank, rotary = model.kv_lora_rank, model.qk_rope_head_dim
-        elements, rows = rank + rotary, f"latent {rank} + rotary {rotary}"
+        heads, elements, rows = 1, rank + rotary, f"latent {rank} + rotary {rotary}"
     else:
         heads, dim, value_dim = model.get_total_num_kv_heads(), model.head_dim, model.v_head_dim
         elements = heads * (dim + value_dim)
@@ -56,6 +56,7 @@ def _probe(folder: Path, base: ModelKV) -> ModelKV:
         base,
         kinds=kinds,
         layers=layers,
+        kv_heads=heads,
         row_elements=elements,
         rows=rows,
         dtype=dtype,

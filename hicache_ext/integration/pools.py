@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hicache_ext.core import kv_spec
+from hicache_ext.core.header import head_groups
 from hicache_ext.core.kv_spec import Role
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.layout import Component, PageLayout, head_groups
+from hicache_ext.transfer.layout import Component, PageLayout
 
 
 class SlotPool:
@@ -123,8 +125,27 @@ def _is_pool(value: Any) -> bool:
     return False
 
 
-def describe(pool: Any, page_size: int) -> DeviceKV:
+@dataclass(frozen=True)
+class HeadShard:
+    """Which KV heads of the model a TP rank holds: ``rank`` of ``size``; more ranks than heads replicate."""
+
+    model_heads: int
+    size: int = 1
+    rank: int = 0
+
+    def groups(self, local_heads: int) -> tuple[int, int]:
+        """(groups on this rank, number of the first one), such that TP degrees share them where they can."""
+        groups = head_groups(self.model_heads)
+        shared = groups % self.size == 0 and local_heads * self.size == self.model_heads
+        mine = groups // self.size if shared else head_groups(local_heads)
+        first_head = self.rank * self.model_heads // self.size
+        return mine, first_head // (local_heads // mine)
+
+
+def describe(pool: Any, page_size: int, shard: HeadShard | None = None) -> DeviceKV:
     """The buffers of a pool whose layout is known; anything else is refused.
+
+    ``shard`` is None for a pool that holds all heads of the model.
 
     Raises:
         SettingsError: the pool is of another kind, or stores more than plain K and V rows.
@@ -134,7 +155,7 @@ def describe(pool: Any, page_size: int) -> DeviceKV:
 
     # Subclasses change the layout behind the same attributes, so the class itself must match.
     if type(pool) is MHATokenToKVPool:
-        return _mha(pool, page_size)
+        return _mha(pool, page_size, shard or HeadShard(pool.head_num))
     if type(pool) is MLATokenToKVPool and not pool.use_dsa:
         return _mla(pool, page_size)
     kind = kv_spec.kind_of("sparse-index")
@@ -144,31 +165,38 @@ def describe(pool: Any, page_size: int) -> DeviceKV:
     )
 
 
-def _mha(pool: Any, page_size: int) -> DeviceKV:
+def _mha(pool: Any, page_size: int, shard: HeadShard) -> DeviceKV:
     if pool.kv_cache_layout != "nhd":
         raise SettingsError(f"the KV layout {pool.kv_cache_layout!r} is not carried yet, only 'nhd'")
     if pool.k_scale_buffer is not None or pool.is_quantized_kv_cache:
         raise SettingsError("a KV cache with scales (--kv-cache-dtype fp4 and the like) is not carried yet")
     if pool.post_capture_active:
         raise SettingsError("a KV pool whose memory is backed after graph capture is not carried yet")
-    layout = PageLayout(
-        page_size,
-        pool.layer_num,
-        pool.store_dtype,
-        (Component("K", pool.head_num, pool.head_dim), Component("V", pool.head_num, pool.v_head_dim)),
-        head_groups(pool.head_num),
+    groups, first = shard.groups(pool.head_num)
+    components = (
+        Component("K", pool.head_num, pool.head_dim),
+        Component("V", pool.head_num, pool.v_head_dim),
     )
-    return _checked(layout, (tuple(pool.k_buffer), tuple(pool.v_buffer)))
+    return _checked(page_size, pool, components, groups, first, (tuple(pool.k_buffer), tuple(pool.v_buffer)))
 
 
 def _mla(pool: Any, page_size: int) -> DeviceKV:
-    layout = PageLayout(
-        page_size, pool.layer_num, pool.store_dtype, (Component("latent", 1, pool.kv_cache_dim),), 1
-    )
-    return _checked(layout, (tuple(pool.kv_buffer),))
+    components = (Component("latent", 1, pool.kv_cache_dim),)
+    return _checked(page_size, pool, components, 1, 0, (tuple(pool.kv_buffer),))
 
 
-def _checked(layout: PageLayout, buffers: tuple[tuple[torch.Tensor, ...], ...]) -> DeviceKV:
+def _checked(
+    page_size: int,
+    pool: Any,
+    components: tuple[Component, ...],
+    groups: int,
+    first_group: int,
+    buffers: tuple[tuple[torch.Tensor, ...], ...],
+) -> DeviceKV:
+    try:
+        layout = PageLayout(page_size, pool.layer_num, pool.store_dtype, components, groups, first_group)
+    except ValueError as error:
+        raise SettingsError(f"the KV of this model is not carried with these flags: {error}") from error
     try:
         return DeviceKV(layout, buffers)
     except ValueError as error:

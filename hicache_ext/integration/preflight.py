@@ -2,7 +2,8 @@
 
 A pattern goes in through the engine's own setter, moves device -> host -> other device slots as every page
 will, and comes out through the engine's own getter. The host bytes in between are compared with the layout
-position by position, so a packed or permuted buffer of the same shape does not pass either.
+position by position, so a packed or permuted buffer of the same shape does not pass either. Then one bit of
+a page is flipped, and loading it must be refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hicache_ext.core.header import NAMESPACE_BYTES, Integrity, Labels, sealed_pages
+from hicache_ext.core.page import IDENTITY_BYTES
 from hicache_ext.core.tick import CompletionQueue
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.device_kv import DeviceKV
@@ -21,7 +24,9 @@ from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 
 
-def prove_layout(pool: Any, kv: DeviceKV, engine: Engine, host: HostPagePool) -> None:
+def prove_layout(
+    pool: Any, kv: DeviceKV, engine: Engine, host: HostPagePool, integrity: Integrity = Integrity.FULL
+) -> None:
     """Move the first and the last device page to the host and on to two others; all layers.
 
     The KV pool and the host pool must be empty; only free slots and pages are written. ``engine`` is one of
@@ -49,18 +54,26 @@ def prove_layout(pool: Any, kv: DeviceKV, engine: Engine, host: HostPagePool) ->
     for layer, got, values in zip(layers, written, wanted, strict=True):
         _compare(got, [v.to(pool.dtype) for v in values], f"layer {layer} as written")
 
-    engine.backup(1, [rows], pages)
+    identities = np.arange(count * IDENTITY_BYTES, dtype=np.uint8).reshape(count, IDENTITY_BYTES)
+    labels = Labels(identities, bytes(NAMESPACE_BYTES), 0)
+    engine.backup(1, [rows], pages, labels)
     engine.drain()
-    _assert_copied(engine.backups)
+    _assert_copied(engine.backups, 1)
     _check_host(kv, host, pages, written)
     for layers_of_component in kv.buffers:
         for buffer in layers_of_component:
             buffer[home] = 0
-    engine.load(1, pages, [home])
+    engine.load(1, pages, [home], labels)
     engine.drain()
-    _assert_copied(engine.loads)
+    _assert_copied(engine.loads, 1)
     for layer, values in zip(layers, written, strict=True):
         _compare(_read(pool, layer, home), values, f"layer {layer} after the host")
+    host.buffer[int(pages[-1]), layout.component_offset(0)] ^= 1
+    engine.announces = False
+    engine.load(2, pages, [home], labels)
+    engine.drain()
+    if sealed_pages(labels, integrity)[-1] and engine.loads.first_failure(1) != (2, count - 1):
+        raise SettingsError("a damaged page passed the integrity check in the self-test; this is a bug")
 
 
 def _pattern(kv: DeviceKV, rows: int, layer: int) -> list[torch.Tensor]:
@@ -74,8 +87,8 @@ def _pattern(kv: DeviceKV, rows: int, layer: int) -> list[torch.Tensor]:
     return values
 
 
-def _assert_copied(done: CompletionQueue) -> None:
-    if done.done() != 1 or done.first_failure(0) is not None:
+def _assert_copied(done: CompletionQueue, seq: int) -> None:
+    if done.done() != seq or done.first_failure(seq - 1) is not None:
         raise SettingsError("a copy between device and host failed in the self-test; the log says why")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.core.cache import WritePolicy
+from hicache_ext.core.header import Integrity
+from hicache_ext.transfer.choices import CopyBackendName, parse_plan
 
 GB = 1_000_000_000
 """Bytes; what the settings and messages call a GB."""
@@ -26,6 +28,12 @@ class Settings:
     """Host memory in GB (10^9 bytes) for all ranks on this machine; None: see ``sizing``."""
     write_policy: str = WritePolicy.WRITE_THROUGH.value
     """``write-through`` or ``write-back``."""
+    integrity: str = Integrity.FULL.value
+    """``full``, ``sample`` or ``off``: how many pages carry checksums and are checked when they come back."""
+    inject_faults: str | None = None
+    """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
+    copy_backend: str = CopyBackendName.AUTO.value
+    """``auto``, ``staged``, ``triton`` or ``torch``; see ``transfer.backends``."""
     evict_granule: int = 512
     """Tokens: longer runs are evicted in parts of about this length."""
     backup_limit: int = 65536
@@ -57,6 +65,9 @@ def load_settings(config: str | None, **flags: Any) -> Settings:
 _EXPECTED = {
     "host_gb": "positive number",
     "write_policy": f"string, one of {', '.join(WritePolicy)}",
+    "integrity": f"string, one of {', '.join(Integrity)}",
+    "inject_faults": "string like tier=host,rate=0.01",
+    "copy_backend": f"string, one of {', '.join(CopyBackendName)}",
     "evict_granule": "positive whole number",
     "backup_limit": "positive whole number",
     "metrics_interval": "positive number",
@@ -79,6 +90,12 @@ def _fits(key: str, value: Any) -> bool:
         return False
     if key == "write_policy":
         return value in list(WritePolicy)
+    if key == "integrity":
+        return value in list(Integrity)
+    if key == "copy_backend":
+        return value in list(CopyBackendName)
+    if key == "inject_faults":
+        return isinstance(value, str)
     if key in ("host_gb", "metrics_interval"):
         return isinstance(value, int | float) and 0 < value <= sys.float_info.max
     return isinstance(value, int) and value >= (0 if key == "check_every" else 1)
@@ -87,7 +104,14 @@ def _fits(key: str, value: Any) -> bool:
 def _checked(settings: Settings) -> Settings:
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if not (field.name == "host_gb" and value is None) and not _fits(field.name, value):
-            flag = "--hicache-ext-" + field.name.replace("_", "-")
+        if value is None and field.default is None:
+            continue
+        flag = "--hicache-ext-" + field.name.replace("_", "-")
+        if not _fits(field.name, value):
             raise SettingsError(f"{flag} {value} is not a {_EXPECTED[field.name]}")
+        if field.name == "inject_faults":
+            try:
+                parse_plan(value)
+            except ValueError as error:
+                raise SettingsError(f"{flag} {value}: {error}") from None
     return settings

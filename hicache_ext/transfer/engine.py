@@ -5,73 +5,130 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.core.tick import CompletionQueue
+from hicache_ext.transfer.backends import make_backend, recorded
+from hicache_ext.transfer.choices import CopyBackendName
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.host_pool import HostPagePool
+from hicache_ext.transfer.faults import FaultInjector
+from hicache_ext.transfer.host_pool import HostPagePool, runs
 from hicache_ext.transfer.layers import LayerSignal, LoadFailed, ThreadSignal
+from hicache_ext.transfer.seal import Seal
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20
-"""Device memory for one step of a copy."""
+CPU_STAGING_BYTES = 1 << 20
+"""What a backup on the CPU gathers at a time: it should stay in a core's cache."""
+
+
+@dataclass
+class Counts:
+    """Since start; bytes are KV bytes without headers, pages are head-group objects of one rank together."""
+
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    failed_backups: int = 0
+    """Pages whose copy to the host raised an error; they do not verify."""
+    seal_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    """Time of CPU threads spent on headers and checksums; a GPU does it in the copy streams."""
+
+    def __post_init__(self) -> None:
+        self.refused: Counter[Reason] = Counter()
+        """Pages that did not verify when they were loaded."""
 
 
 class Engine(Protocol):
-    """``core.cache.Transfers`` plus what attention waits on; bytes count payload moved since start."""
+    """``core.cache.Transfers`` plus what attention waits on."""
 
     backups: CompletionQueue
     loads: CompletionQueue
-    bytes_to_host: int
-    bytes_to_device: int
+    counts: Counts
+    faults: FaultInjector | None
+    announces: bool
+    """Whether pages that do not verify are logged."""
 
     @property
     def signal(self) -> LayerSignal: ...
 
-    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray) -> None: ...
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor]) -> None: ...
+    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None: ...
+    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None: ...
     def poll(self) -> None: ...
+    def wait_loads(self, seq: int) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
 
 
-def make_engine(kv: DeviceKV, host: HostPagePool, forward_stream: Any = None) -> Engine:
-    """The engine for the device that holds ``kv``; ``forward_stream`` is where the model runs."""
+def make_engine(
+    kv: DeviceKV,
+    host: HostPagePool,
+    forward_stream: Any = None,
+    *,
+    integrity: Integrity = Integrity.FULL,
+    faults: FaultInjector | None = None,
+    backend: CopyBackendName = CopyBackendName.AUTO,
+) -> Engine:
+    """The engine for the device that holds ``kv``; ``forward_stream`` is where the model runs.
+
+    Raises:
+        ValueError: ``backend`` does not work for this device.
+    """
+    seal = Seal(kv.layout, integrity)
     if kv.device.type == "cuda":
-        return StreamEngine(kv, host, forward_stream)
-    return ThreadEngine(kv, host)
+        return StreamEngine(kv, host, seal, faults, forward_stream, backend)
+    if backend not in (CopyBackendName.AUTO, CopyBackendName.TORCH):
+        raise ValueError(f"the copy backend {backend} needs a GPU")
+    return ThreadEngine(kv, host, seal, faults)
+
+
+def refuse(engine: Engine, reason: Reason, identity: np.ndarray) -> None:
+    """Count a page that did not verify, and say so once."""
+    engine.counts.refused[reason] += 1
+    if engine.announces:
+        logger.warning(
+            "hicache-ext: page %s on the host did not verify (%s); it is removed and computed again",
+            identity.tobytes().hex(),
+            reason,
+        )
 
 
 class ThreadEngine:
     """For KV in host memory: a forward pass has finished when the scheduler goes on, so no fences."""
 
-    def __init__(self, kv: DeviceKV, host: HostPagePool) -> None:
+    def __init__(self, kv: DeviceKV, host: HostPagePool, seal: Seal, faults: FaultInjector | None) -> None:
         self.kv = kv
         self.host = host
+        self.seal = seal
+        self.faults = faults
         self.backups = CompletionQueue()
         self.loads = CompletionQueue()
         self.signal = ThreadSignal()
-        self.bytes_to_host = 0
-        self.bytes_to_device = 0
+        self.counts = Counts()
+        self.announces = True
         self._to_host = _Worker("hicache-ext-backup")
         self._to_device = _Worker("hicache-ext-load")
 
-    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray) -> None:
-        self._to_host.submit(lambda: self._backup(seq, torch.cat(slots), pages))
+    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
+        self._to_host.submit(lambda: self._backup(seq, torch.cat(slots), pages, labels))
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor]) -> None:
-        self._to_device.submit(lambda: self._load(seq, pages, torch.cat(slots)))
+    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
+        self._to_device.submit(lambda: self._load(seq, pages, torch.cat(slots), labels))
 
     def poll(self) -> None:
         pass
+
+    def wait_loads(self, seq: int) -> None:
+        self.loads.wait(seq)
 
     def drain(self) -> None:
         self._to_host.wait()
@@ -81,83 +138,183 @@ class ThreadEngine:
         self._to_host.close()
         self._to_device.close()
 
-    def _backup(self, seq: int, slots: torch.Tensor, pages: np.ndarray) -> None:
+    def _backup(self, seq: int, slots: torch.Tensor, pages: np.ndarray, labels: Labels) -> None:
+        layout = self.kv.layout
         try:
-            gather(self.kv, slots, self.host.buffer, torch.from_numpy(pages))
-            self.bytes_to_host += len(pages) * self.kv.layout.page_bytes
-            self.backups.post(seq)
+            step = max(CPU_STAGING_BYTES // layout.page_bytes, 1)
+            staging = torch.zeros((min(step, len(pages)), layout.page_bytes), dtype=torch.uint8)
+            for start in range(0, len(pages), step):
+                part = slice(start, min(start + step, len(pages)))
+                rows = staging[: part.stop - start]
+                size = layout.page_size
+                gather(self.kv, slots[start * size : part.stop * size], rows, torch.arange(len(rows)))
+                begun = time.perf_counter()
+                self.seal.write(rows, labels[part])
+                self.counts.seal_seconds += time.perf_counter() - begun
+                if self.faults is not None:
+                    self.faults.on_the_way(rows, pages[part])
+                self.host.write(pages[part], rows)
+            self.counts.bytes_to_host += len(pages) * layout.payload_bytes
         except Exception:
             logger.exception("hicache-ext: backup %d of %d pages failed", seq, len(pages))
-            self.backups.post(seq, ok=False)
+            self.counts.failed_backups += len(pages)
+            for page in pages.tolist():
+                self.seal.void(self.host.buffer[page : page + 1])
+        self.backups.post(seq)
 
-    def _load(self, seq: int, pages: np.ndarray, slots: torch.Tensor) -> None:
+    def _load(self, seq: int, pages: np.ndarray, slots: torch.Tensor, labels: Labels) -> None:
+        layout = self.kv.layout
+        bad: int | None = None
         try:
-            index = torch.from_numpy(pages)
-            for layer in range(self.kv.layout.layers):
-                scatter_layer(self.kv, self.host.buffer, index, slots, layer)
+            if self.faults is not None:
+                self.faults.at_rest(self.host.buffer, pages)
+            begun = time.perf_counter()
+            sound = self._verify(pages, labels)
+            self.counts.verify_seconds += time.perf_counter() - begun
+            by_page = slots.view(len(pages), layout.page_size)
+            good, good_slots = torch.from_numpy(pages)[sound], by_page[sound].reshape(-1)
+            bad_slots = by_page[~sound].reshape(-1)
+            bad = int((~sound).nonzero()[0]) if len(bad_slots) else None
+            for layer in range(layout.layers):
+                scatter_layer(self.kv, self.host.buffer, good, good_slots, layer)
+                if bad is not None:
+                    # What is computed from these is thrown away, but it must be finite.
+                    for layers in self.kv.buffers:
+                        layers[layer][bad_slots] = 0
                 self.signal.advance(seq, layer)
-            self.bytes_to_device += len(pages) * self.kv.layout.page_bytes
-            self.loads.post(seq)
-        except Exception as error:
+            self.counts.bytes_to_device += len(good) * layout.payload_bytes
+        except Exception:
             logger.exception("hicache-ext: load %d of %d pages failed", seq, len(pages))
-            self.signal.fail(seq, error)
-            self.loads.post(seq, ok=False)
+            self.counts.refused[Reason.COPY] += len(pages)
+            bad = 0
+            self.signal.advance(seq, layout.layers - 1)
+        self.loads.post(seq, bad)
+
+    def _verify(self, pages: np.ndarray, labels: Labels) -> torch.Tensor:
+        """Which host pages are what ``labels`` says, bool ``[n]``."""
+        sound = torch.empty(len(pages), dtype=torch.bool)
+        for start, stop in runs(pages):
+            first = int(pages[start])
+            rows = self.host.buffer[first : first + stop - start]
+            sound[start:stop] = self.seal.verify(rows, labels[start:stop])
+        for index in (~sound).nonzero().flatten().tolist():
+            reason = self.seal.reason(self.host.buffer[int(pages[index])], labels, index)
+            refuse(self, reason, labels.identities[index])
+        return sound
+
+
+@dataclass
+class _Load:
+    """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed; None
+    if the copy raised."""
+
+    seq: int
+    ended: torch.cuda.Event
+    pages: np.ndarray
+    labels: Labels
+    verdicts: list[torch.Tensor] | None
 
 
 class StreamEngine:
-    """For KV on a GPU: gather or scatter on the device, one copy per run of host pages, all in streams."""
+    """For KV on a GPU: a copy backend in a stream of each direction."""
 
-    def __init__(self, kv: DeviceKV, host: HostPagePool, forward_stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self,
+        kv: DeviceKV,
+        host: HostPagePool,
+        seal: Seal,
+        faults: FaultInjector | None,
+        forward_stream: torch.cuda.Stream | None,
+        backend: CopyBackendName = CopyBackendName.AUTO,
+    ) -> None:
+        """Raises ValueError if the backend does not work here."""
         self.kv = kv
         self.host = host
+        self.seal = seal
+        self.faults = faults
         self.backups = CompletionQueue()
         self.loads = CompletionQueue()
         self.signal = StreamSignal()
-        self.bytes_to_host = 0
-        self.bytes_to_device = 0
+        self.counts = Counts()
+        self.announces = True
+        self._backend = make_backend(backend, kv, host, seal)
         self._forward_stream = forward_stream
-        self._to_host = torch.cuda.Stream(kv.device)
-        self._to_device = torch.cuda.Stream(kv.device)
-        self._in_flight: dict[str, deque[tuple[int, torch.cuda.Event]]] = {"backup": deque(), "load": deque()}
+        # Of high priority: short kernels get their turn among the long ones of the model.
+        self._to_host = torch.cuda.Stream(kv.device, priority=-1)
+        self._to_device = torch.cuda.Stream(kv.device, priority=-1)
+        self._backups: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._loads: deque[_Load] = deque()
 
-    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray) -> None:
+    def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
         index = self._hand_over(slots, self._to_host)
+        alter = None if self.faults is None else self.faults.on_the_way
         with torch.cuda.stream(self._to_host):
-            for chunk, slots_of_chunk in self._chunks(pages, index):
-                rows, staging = self._staging(len(chunk))
-                gather(self.kv, slots_of_chunk, staging, rows)
-                self.host.write(chunk, staging)
-            self._in_flight["backup"].append((seq, self._event()))
-        self.bytes_to_host += len(pages) * self.kv.layout.page_bytes
+            try:
+                ended = self._backend.to_host(index, pages, labels, alter)
+                self.counts.bytes_to_host += len(pages) * self.kv.layout.payload_bytes
+            except Exception:
+                logger.exception("hicache-ext: backup %d of %d pages failed", seq, len(pages))
+                self.counts.failed_backups += len(pages)
+                # What was queued before the error must not make a header whole again.
+                torch.cuda.synchronize(self.kv.device)
+                for page in pages.tolist():
+                    self.seal.void(self.host.buffer[page : page + 1])
+                ended = recorded()
+            self._backups.append((seq, ended))
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor]) -> None:
+    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
         index = self._hand_over(slots, self._to_device)
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._to_device):
-            for chunk, slots_of_chunk in self._chunks(pages, index):
-                rows, staging = self._staging(len(chunk))
-                self.host.read(chunk, staging)
-                events.clear()
-                for layer in range(self.kv.layout.layers):
-                    scatter_layer(self.kv, staging, rows, slots_of_chunk, layer)
-                    events.append(self._event())
+            if self.faults is not None:
+                self._to_device.synchronize()
+                self.faults.at_rest(self.host.buffer, pages)
+
+            def landed(layers: range) -> None:
+                events.extend([recorded()] * len(layers))
+
+            try:
+                verdicts = self._backend.to_device(index, pages, labels, landed)
+            except Exception:
+                logger.exception("hicache-ext: load %d of %d pages failed", seq, len(pages))
+                verdicts = None
+                landed(range(len(events), self.kv.layout.layers))
             self.signal.add(seq, events)
-            self._in_flight["load"].append((seq, events[-1]))
-        self.bytes_to_device += len(pages) * self.kv.layout.page_bytes
+            self._loads.append(_Load(seq, recorded(), pages, labels, verdicts))
 
     def poll(self) -> None:
-        for name, done in (("backup", self.backups), ("load", self.loads)):
-            jobs = self._in_flight[name]
-            while jobs and jobs[0][1].query():
-                done.post(jobs.popleft()[0])
+        while self._backups and self._backups[0][1].query():
+            self.backups.post(self._backups.popleft()[0])
+        while self._loads and self._loads[0].ended.query():
+            self._settle(self._loads.popleft())
+
+    def wait_loads(self, seq: int) -> None:
+        for load in self._loads:
+            if load.seq <= seq:
+                load.ended.synchronize()
+        self.poll()
 
     def drain(self) -> None:
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        for _, ended in self._backups:
+            ended.synchronize()
+        for load in self._loads:
+            load.ended.synchronize()
         self.poll()
 
     def close(self) -> None:
         self.drain()
+
+    def _settle(self, load: _Load) -> None:
+        if load.verdicts is None:
+            self.counts.refused[Reason.COPY] += len(load.pages)
+            self.loads.post(load.seq, 0)
+            return
+        bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
+        self.counts.bytes_to_device += (len(load.pages) - len(bad)) * self.kv.layout.payload_bytes
+        for index in bad:
+            reason = self.seal.reason(self.host.buffer[int(load.pages[index])], load.labels, index)
+            refuse(self, reason, load.labels.identities[index])
+        self.loads.post(load.seq, bad[0] if bad else None)
 
     def _hand_over(self, slots: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:
         """One slot tensor for ``stream``, which waits for all work queued so far.
@@ -171,22 +328,6 @@ class StreamEngine:
         if self._forward_stream is not None:
             stream.wait_stream(self._forward_stream)
         return index
-
-    def _chunks(self, pages: np.ndarray, slots: torch.Tensor) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-        layout = self.kv.layout
-        step = max(STAGING_BYTES // layout.page_bytes, 1)
-        for i in range(0, len(pages), step):
-            yield pages[i : i + step], slots[i * layout.page_size : (i + step) * layout.page_size]
-
-    def _staging(self, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.arange(pages, device=self.kv.device)
-        shape = (pages, self.kv.layout.page_bytes)
-        return rows, torch.empty(shape, dtype=torch.uint8, device=self.kv.device)
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
 
 class StreamSignal:

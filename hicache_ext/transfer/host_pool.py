@@ -9,6 +9,9 @@ import torch
 
 from hicache_ext.transfer.layout import PageLayout
 
+ALIGNMENT = 4096
+"""Bytes; page rows are multiples of 512, so direct I/O can start at any of them."""
+
 
 class HostPagePool:
     """``pages`` pages in one uint8 buffer ``[pages, page_bytes]``; pinned if a GPU is to reach it."""
@@ -16,13 +19,16 @@ class HostPagePool:
     def __init__(self, layout: PageLayout, pages: int, *, pinned: bool) -> None:
         """Raises MemoryError if the host refuses the memory."""
         self.layout = layout
+        size = pages * layout.page_bytes
         try:
-            self.buffer = torch.empty((pages, layout.page_bytes), dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             kind = "pinned " if pinned else ""
             raise MemoryError(
                 f"cannot get {pages * layout.page_bytes / 1e9:.1f} GB of {kind}host memory: {error}"
             ) from error
+        start = -memory.data_ptr() % ALIGNMENT
+        self.buffer = memory[start : start + size].view(pages, layout.page_bytes)
 
     def read(self, pages: np.ndarray, out: torch.Tensor) -> None:
         """Copy pages to ``out`` (uint8 ``[n, page_bytes]``, any device), a copy per run of pages."""

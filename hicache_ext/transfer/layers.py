@@ -67,7 +67,6 @@ class ThreadSignal:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._reached = (0, 0)
-        self._failure: tuple[int, BaseException] | None = None
 
     def advance(self, load: int, layer: int) -> None:
         """``layer`` of ``load`` and everything before is on the device."""
@@ -75,19 +74,6 @@ class ThreadSignal:
             self._reached = (load, layer)
             self._condition.notify_all()
 
-    def fail(self, load: int, error: BaseException) -> None:
-        """Whoever waits for ``load`` or a later one, now or in future, gets ``LoadFailed``."""
-        with self._condition:
-            if self._failure is None:
-                self._failure = (load, error)
-            self._condition.notify_all()
-
     def wait(self, load: int, layer: int) -> None:
         with self._condition:
-            while True:
-                if self._failure is not None and self._failure[0] <= load:
-                    failed, error = self._failure
-                    raise LoadFailed(f"load {failed} failed: {error}") from error
-                if self._reached >= (load, layer):
-                    return
-                self._condition.wait()
+            self._condition.wait_for(lambda: self._reached >= (load, layer))

@@ -3,18 +3,21 @@
 A page is stored as groups of KV heads, each contiguous, so that any TP degree up to the number of groups
 reads the same bytes:
 
-    page     = group 0 | group 1 | ...
-    group    = component 0 | component 1 | ...          components: K and V, or one latent row for MLA
-    component = [layer][token of the page][head of the group][dim]
+    page      = group 0 | group 1 | ...
+    group     = header | payload | zeros up to a multiple of 512 bytes          see ``core.header``
+    payload   = component 0 | component 1 | ...         components: K and V, or one latent row for MLA
+    component = slab of layer 0 | slab of layer 1 | ...
+    slab      = [token of the page][head of the group][dim]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-MAX_GROUPS = 8
+from hicache_ext.core.header import Geometry
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,43 @@ class PageLayout:
     dtype: torch.dtype
     components: tuple[Component, ...]
     groups: int
+    first_group: int = 0
+    """Number of this rank's first group within the model."""
 
     def __post_init__(self) -> None:
         for c in self.components:
             if c.heads % self.groups:
                 raise ValueError(f"{c.heads} {c.name} heads do not divide into {self.groups} groups")
+            if self.slab_bytes(c) % 8:
+                raise ValueError(f"{self.slab_bytes(c)} bytes of {c.name} a layer are no whole 64-bit words")
 
-    @property
-    def group_elements(self) -> int:
-        return sum(self._component_elements(c) for c in self.components)
+    @cached_property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            groups=self.groups,
+            payload_bytes=self.layers * sum(self.slab_bytes(c) for c in self.components),
+            slabs=self.layers * len(self.components),
+            first_group=self.first_group,
+        )
 
     @property
     def page_bytes(self) -> int:
-        return self.groups * self.group_elements * self.dtype.itemsize
+        """Bytes of a page in host memory, headers included."""
+        return self.groups * self.geometry.object_bytes
 
     @property
-    def token_bytes(self) -> int:
-        return self.page_bytes // self.page_size
+    def payload_bytes(self) -> int:
+        """KV bytes of a page."""
+        return self.groups * self.geometry.payload_bytes
+
+    def slab_bytes(self, component: Component) -> int:
+        heads = component.heads // self.groups
+        return self.page_size * heads * component.dim * self.dtype.itemsize
+
+    def component_offset(self, index: int) -> int:
+        """Bytes from the start of a group to the first slab of component ``index``."""
+        before = sum(self.slab_bytes(c) for c in self.components[:index])
+        return self.geometry.header_bytes + self.layers * before
 
     def views(self, pages: torch.Tensor) -> list[torch.Tensor]:
         """The components of a page buffer, uint8 ``[n, page_bytes]``, as views of its memory.
@@ -60,20 +83,13 @@ class PageLayout:
         """
         flat = pages.view(self.dtype)
         n, stride = flat.shape[0], flat.stride(0)
-        views, offset = [], 0
-        for c in self.components:
+        group = self.geometry.object_bytes // self.dtype.itemsize
+        views = []
+        for index, c in enumerate(self.components):
             heads = c.heads // self.groups
-            shape = (n, self.groups, self.layers, self.page_size, heads, c.dim)
             row = heads * c.dim
-            strides = (stride, self.group_elements, self.page_size * row, row, c.dim, 1)
-            views.append(flat.as_strided(shape, strides, flat.storage_offset() + offset))
-            offset += self._component_elements(c)
+            shape = (n, self.groups, self.layers, self.page_size, heads, c.dim)
+            strides = (stride, group, self.page_size * row, row, c.dim, 1)
+            offset = flat.storage_offset() + self.component_offset(index) // self.dtype.itemsize
+            views.append(flat.as_strided(shape, strides, offset))
         return views
-
-    def _component_elements(self, c: Component) -> int:
-        return self.layers * self.page_size * (c.heads // self.groups) * c.dim
-
-
-def head_groups(kv_heads: int) -> int:
-    """The largest number of groups up to ``MAX_GROUPS`` that divides the heads evenly."""
-    return max(g for g in range(1, min(kv_heads, MAX_GROUPS) + 1) if kv_heads % g == 0)

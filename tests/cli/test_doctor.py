@@ -205,8 +205,10 @@ def test_the_chat_model_is_carried(model_path: Path, capsys: pytest.CaptureFixtu
     assert model["kinds"] == ["mha"] and model["architecture"] == "LlamaForCausalLM"
     # 30 layers, K and V, 3 KV heads of 64, bfloat16.
     assert model["token_bytes"] == 30 * 2 * 3 * 64 * 2 == 23040
-    assert model["page_bytes"] == 16 * 23040
-    assert model["tokens"] == 500_000_000 // (16 * 23040) * 16
+    # In 3 groups, each with a header for 60 checksums, up to a multiple of 512 bytes.
+    assert model["kv_heads"] == 3 and model["page_bytes"] == 3 * (512 * 242)
+    assert 512 * 241 < 96 + 60 * 8 + 16 * 23040 // 3 <= 512 * 242
+    assert model["tokens"] == 500_000_000 // (3 * 512 * 242) * 16
     assert not lines(found, "model", "problem") and not lines(found, "KV structure", "problem")
     assert (status == 0) == found["ok"] == (not any(f["level"] == "problem" for f in found["findings"]))
 
@@ -219,18 +221,68 @@ def test_the_size_is_that_of_the_pool_that_sglang_makes(
 
     from hicache_ext.integration.pools import describe
 
-    _, found = report(capsys, "--model", model_path, "--page-size", "4")
+    for page_size in (1, 4):
+        _, found = report(capsys, "--model", model_path, "--page-size", str(page_size))
+        pool = MHATokenToKVPool(
+            size=8,
+            page_size=page_size,
+            dtype=torch.bfloat16,
+            head_num=3,
+            head_dim=64,
+            layer_num=30,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        layout = describe(pool, page_size).layout
+        assert found["model"]["page_bytes"] == layout.page_bytes
+        assert found["model"]["token_bytes"] * page_size == layout.payload_bytes
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 16, 20])
+def test_the_size_is_that_of_a_pool_with_any_number_of_heads(heads: int, page_size: int) -> None:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from hicache_ext.integration.pools import describe
+
+    config = {**CONFIGS["llama"], "num_key_value_heads": heads, "num_attention_heads": 4 * heads}
+    model = from_config({**config, "head_dim": 64, "v_head_dim": 32})
     pool = MHATokenToKVPool(
-        size=8,
-        page_size=4,
+        size=page_size,
+        page_size=page_size,
         dtype=torch.bfloat16,
-        head_num=3,
+        head_num=heads,
         head_dim=64,
-        layer_num=30,
+        v_head_dim=32,
+        layer_num=4,
         device="cpu",
         enable_memory_saver=False,
     )
-    assert found["model"]["page_bytes"] == describe(pool, 4).layout.page_bytes
+    assert model.kv_heads == heads
+    assert model.page_bytes(page_size) == describe(pool, page_size).layout.page_bytes
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_size_is_that_of_a_latent_pool(page_size: int) -> None:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from hicache_ext.integration.pools import describe
+
+    pool = MLATokenToKVPool(
+        size=page_size,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=4,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    model = from_config(CONFIGS["deepseek-v3"])
+    assert model.kv_heads == 1
+    assert model.page_bytes(page_size) == describe(pool, page_size).layout.page_bytes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -374,7 +426,7 @@ def test_a_page_longer_than_the_context(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_host_that_holds_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(tmp_path / "m", CONFIGS["llama"])
     status, found = report(capsys, "--model", folder, "--page-size", "64", "--host-gb", "0.0001")
-    assert status == 1 and "give --host-gb at least 0.000263" in lines(found, "host memory", "problem")[0]
+    assert status == 1 and "give --host-gb at least 0.000264" in lines(found, "host memory", "problem")[0]
 
 
 def test_more_host_memory_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,7 +478,8 @@ def test_the_table(
     assert main(["doctor", "--model", str(folder), "--page-size", "64", "--host-gb", "1"]) == 1
     out = capsys.readouterr().out
     assert "sparse-attention index keys" in out and "problem" in out
-    assert "4,608 bytes a token, 294,912 bytes a page of 64; 1 GB of host memory hold 216,960 tokens" in out
+    sizes = "4,608 bytes a token, 295,424 bytes a page of 64 on the host; 1 GB of host memory hold "
+    assert f"{sizes}{10**9 // 295_424 * 64:,} tokens" in out
     assert "divided by the TP size" in out
 
 

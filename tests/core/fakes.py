@@ -17,8 +17,10 @@ from typing import TypeVar
 import numpy as np
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.residency import Doubt
 from hicache_ext.core.tick import CompletionQueue, Reduce
 from hicache_ext.core.tree import Node
 
@@ -68,7 +70,16 @@ class Job:
     seq: int
     slots: np.ndarray
     pages: np.ndarray
+    labels: Labels
     fails: bool = False
+
+
+Header = tuple[bytes, bytes, int, int]
+"""Identity, namespace, epoch, and the sum of the content."""
+
+
+def headers_of(labels: Labels) -> list[tuple[bytes, bytes, int]]:
+    return [(row.tobytes(), labels.namespace, labels.epoch) for row in labels.identities]
 
 
 @dataclass
@@ -83,13 +94,18 @@ class FakeTransfers:
 
     def __post_init__(self) -> None:
         self.host = np.full((self.host_pages, self.device.page_size), POISON, dtype=np.int64)
+        self.headers: list[Header | None] = [None] * self.host_pages
 
-    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray) -> None:
-        self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, self.fail_next_backup))
+    def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray, labels: Labels) -> None:
+        self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, labels, self.fail_next_backup))
         self.fail_next_backup = False
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray]) -> None:
-        self.load_jobs.append(Job(seq, np.concatenate(slots), pages))
+    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray], labels: Labels) -> None:
+        self.load_jobs.append(Job(seq, np.concatenate(slots), pages, labels))
+
+    def corrupt(self, page: int) -> None:
+        """Damage a host page; its header stays."""
+        self.host[page] += 1
 
     def poll(self) -> None:
         pass
@@ -100,16 +116,33 @@ class FakeTransfers:
         while self.load_jobs:
             self.run_load(0)
 
+    def wait_loads(self, seq: int) -> None:
+        while self.loads.done() < seq:
+            self.run_load(0)
+
     def run_backup(self, index: int) -> None:
         job = self.backup_jobs.pop(index)
-        if not job.fails:
-            self.host[job.pages] = self.device.kv[job.slots].reshape(len(job.pages), -1)
-        self.backups.post(job.seq, ok=not job.fails)
+        for row, (page, header) in enumerate(zip(job.pages.tolist(), headers_of(job.labels), strict=True)):
+            if job.fails:
+                self.headers[page] = None
+                continue
+            size = self.device.page_size
+            self.host[page] = self.device.kv[job.slots[row * size : (row + 1) * size]]
+            self.headers[page] = (*header, int(self.host[page].sum()))
+        self.backups.post(job.seq)
 
     def run_load(self, index: int) -> None:
         job = self.load_jobs.pop(index)
-        self.device.kv[job.slots] = self.host[job.pages].reshape(-1)
-        self.loads.post(job.seq)
+        expected = headers_of(job.labels)
+        bad = [
+            row
+            for row, page in enumerate(job.pages.tolist())
+            if self.headers[page] != (*expected[row], int(self.host[page].sum()))
+        ]
+        content = self.host[job.pages]
+        content[bad] = 0
+        self.device.kv[job.slots] = content.reshape(-1)
+        self.loads.post(job.seq, bad[0] if bad else None)
 
     def run_some(self, rng: random.Random) -> None:
         """Run one job of either direction, if there is one; not necessarily the oldest."""
@@ -229,13 +262,30 @@ def to_host(rig: Rig, tokens: np.ndarray) -> None:
     assert device_len(rig, tokens) == 0
 
 
-def assert_idle(rig: Rig) -> None:
-    """No lock, ticket, waiter or private slot is left, and both pools add up."""
-    cache = rig.cache
+def host_page(rig: Rig, tokens: np.ndarray, index: int) -> int:
+    """Where the host has page ``index`` of a prompt."""
+    pages = [n.pages for n in rig.cache.tree.path(node_at(rig, tokens)) if n.pages is not None][::-1]
+    return int(np.concatenate(pages)[index])
+
+
+def assert_owned_once(rig: Rig, *private: np.ndarray) -> None:
+    """Every device slot is free, a request's own, or one node's; found, condemned or in flight."""
+    cache, size = rig.cache, rig.device.page_size
     cache.check()
+    free = [np.arange(page * size, (page + 1) * size) for page in rig.device.free_pages]
+    slots = np.concatenate([*free, *private, *[n.slots for n in cache.tree.walk() if n.slots is not None]])
+    assert len(np.unique(slots)) == len(slots), "a device slot has two owners"
+    assert len(slots) == rig.device.total, "device slots leaked"
+
+
+def assert_idle(rig: Rig) -> None:
+    """No lock, ticket, waiter, private slot or condemned node is left, and both pools add up."""
+    cache = rig.cache
+    assert_owned_once(rig)
     assert len(cache.tickets) == 0 and not cache.tree.waiting
     for node in cache.tree.walk():
         assert (node.device_locks, node.host_locks, node.waiters) == (0, 0, 0), node
+        assert node.doubt is Doubt.NONE, node
     assert cache.tree.protected_tokens == 0
     assert rig.device.available() + cache.tree.evictable_tokens == rig.device.total
 

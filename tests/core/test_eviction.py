@@ -212,9 +212,9 @@ def test_what_becomes_a_leaf_is_ranked_before_what_is_younger() -> None:
 def test_of_two_equally_old_the_one_on_the_host_goes_first() -> None:
     """The one that is nowhere else has the lower node id, so that a tie would take it."""
     rig = make_rig()
-    rig.transfers.fail_next_backup = True
     put(rig, pages(1))
     settle(rig)
+    rig.cache.evict_host(1)
     put(rig, pages(2))
     settle(rig)
     only_device, on_host = node_at(rig, pages(1)), node_at(rig, pages(2))

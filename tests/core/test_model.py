@@ -1,7 +1,8 @@
 """Model-based test: random request lives against fakes, every invariant after every step.
 
 The oracle is ``kv_of``: whatever a request would read from the device must be what the model would have
-computed for its tokens. Copies run late and out of order, and some fail.
+computed for its tokens, by the weights of the moment. Copies run late and out of order, some fail, host pages
+are damaged, and weights change under running requests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.residency import Doubt, Residency
 from hicache_ext.core.tree import Node
 from tests.core.fakes import Rig, kv_of, make_rig
 
@@ -41,6 +43,7 @@ class Request:
     node: Node
     row: np.ndarray
     protected: int
+    epoch: int
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -48,6 +51,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     steps_taken = 0
     loads_seen = 0
+    refusals_seen = 0
+    updates_seen = 0
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -148,19 +153,31 @@ class CacheMachine(RuleBasedStateMachine):
         cache.evict(need - device.available())
         slots = device.alloc(need)
         assert slots is not None, "evictable tokens were promised and not delivered"
-        while index > self.rig.transfers.loads.done():
-            self.rig.transfers.run_load(0)
         path = [n.slots for n in cache.tree.path(node)][::-1]
         row = np.concatenate([*path, slots]).astype(np.int64)
-        expected = kv_of(scope, tokens)
+        cache.settle_loads(index)
+        expected = self.compute(scope, tokens)
+        if node.doubt is Doubt.CORRUPT:
+            type(self).refusals_seen += 1
+            device.free(slots)
+            cache.unlock(node)
+            self.queued[rid] = (scope, tokens)
+            cache.want(rid, scope, tokens)
+            return
         assert np.array_equal(device.kv[row[:prefix]], expected[:prefix]), "a reused page holds other KV"
         device.kv[row[prefix : len(tokens)]] = expected[prefix:]
-        request = Request(scope, tokens, node, row, prefix)
+        request = Request(scope, tokens, node, row, prefix, cache.epoch)
         self.running.append(request)
         self.checkpoint(request)
 
+    def compute(self, scope: PrefixScope, tokens: np.ndarray, epoch: int | None = None) -> np.ndarray:
+        """What the weights of ``epoch``, by default the present ones, would compute."""
+        return kv_of(scope, tokens) ^ (self.rig.cache.epoch if epoch is None else epoch)
+
     def checkpoint(self, request: Request) -> None:
         cache, device = self.rig.cache, self.rig.device
+        if request.epoch != cache.epoch:
+            return
         length = len(request.tokens) // self.page * self.page
         done = cache.insert(request.scope, request.tokens[:length], request.row)
         if done.matched > request.protected:
@@ -184,7 +201,9 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             request.row = np.concatenate([request.row, slots])
         request.tokens = np.append(request.tokens, self.rng.randint(0, 2))
-        device.kv[request.row[len(request.tokens) - 1]] = kv_of(request.scope, request.tokens)[-1]
+        device.kv[request.row[len(request.tokens) - 1]] = self.compute(
+            request.scope, request.tokens, request.epoch
+        )[-1]
         self.seen = [*self.seen[-20:], request.tokens]
 
     @precondition(lambda self: self.running)
@@ -193,7 +212,8 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.running.pop(self.rng.randrange(len(self.running)))
         cache, device = self.rig.cache, self.rig.device
         assert np.array_equal(
-            device.kv[request.row[: len(request.tokens)]], kv_of(request.scope, request.tokens)
+            device.kv[request.row[: len(request.tokens)]],
+            self.compute(request.scope, request.tokens, request.epoch),
         ), "a running request's KV changed under it"
         if publish:
             self.checkpoint(request)
@@ -227,6 +247,20 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def next_backup_fails(self) -> None:
         self.rig.transfers.fail_next_backup = self.rng.random() < 0.3
+
+    @rule()
+    def host_page_is_damaged(self) -> None:
+        nodes = [n for n in self.rig.cache.tree.walk() if n.host is Residency.READY]
+        if nodes and self.rng.random() < 0.3:
+            node = self.rng.choice(nodes)
+            assert node.pages is not None
+            self.rig.transfers.corrupt(int(self.rng.choice(node.pages)))
+
+    @rule()
+    def weights_change(self) -> None:
+        if self.rng.random() < 0.02:
+            type(self).updates_seen += 1
+            self.rig.cache.advance(bytes([self.rng.randrange(256)]) * 32 if self.rng.random() < 0.5 else None)
 
     @precondition(lambda self: not self.running)
     @rule()
@@ -272,6 +306,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(600)
 def test_random_lives_keep_every_invariant() -> None:
     CacheMachine.steps_taken = CacheMachine.loads_seen = 0
+    CacheMachine.refusals_seen = CacheMachine.updates_seen = 0
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
@@ -284,4 +319,6 @@ def test_random_lives_keep_every_invariant() -> None:
         ),
     )
     assert CacheMachine.steps_taken >= 20_000
-    assert CacheMachine.loads_seen >= 500, "the walk hardly ever loads from the host"
+    assert CacheMachine.loads_seen >= 200, "the walk hardly ever loads from the host"
+    assert CacheMachine.refusals_seen >= 20, "the walk hardly ever meets a damaged page"
+    assert CacheMachine.updates_seen >= 20, "the weights hardly ever change"

@@ -13,13 +13,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-import torch
-
 with warnings.catch_warnings():
     # Some of what SGLang imports warns about itself.
     warnings.simplefilter("ignore")
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.managers import io_struct
     from sglang.srt.mem_cache.base_prefix_cache import (
         BasePrefixCache,
         CacheRequestHandle,
@@ -28,199 +25,15 @@ with warnings.catch_warnings():
         InitLoadBackParams,
         MatchPrefixParams,
     )
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
-from hicache_ext.core.residency import Residency
 from hicache_ext.integration import build
-from hicache_ext.integration.adapter import HicacheExtCache
 from hicache_ext.integration.flags import SETTINGS_ATTRIBUTE
 from hicache_ext.integration.settings import Settings
+from tests.integration.engine import Engine, prompt
 
 pytestmark = pytest.mark.timeout(60)
-
-TOKENS = 128
-LAYERS, HEADS, DIM = 2, 2, 4
-READY = Residency.READY
-
-
-class Engine:
-    """What a scheduler does to its prefix cache, call by call."""
-
-    def __init__(self, page_size: int, **settings: Any) -> None:
-        self.page = page_size
-        self.pool = MHATokenToKVPool(
-            size=TOKENS,
-            page_size=page_size,
-            dtype=torch.float32,
-            head_num=HEADS,
-            head_dim=DIM,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        kind = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
-        paged = {} if page_size == 1 else {"page_size": page_size}
-        self.allocator = kind(
-            TOKENS, dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=False, **paged
-        )
-        self.rows = ReqToTokenPool(8, TOKENS, "cpu", False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
-        )
-        server_args = ServerArgs(model_path="none")
-        settings.setdefault("host_gb", 2 * TOKENS * LAYERS * HEADS * DIM * 2 * 4 / 1e9)
-        settings.setdefault("check_every", 1)
-        setattr(server_args, SETTINGS_ATTRIBUTE, Settings(**settings))
-        self.counters: list[Any] = []
-        context = SimpleNamespace(
-            server_args=server_args,
-            params=params,
-            is_hybrid_swa=False,
-            is_hybrid_ssm=False,
-            is_dsa=False,
-            model_config=SimpleNamespace(is_encoder_decoder=False),
-            tp_worker=SimpleNamespace(
-                model_runner=SimpleNamespace(),
-                register_hicache_layer_transfer_counter=self.counters.append,
-            ),
-        )
-        self.cache: HicacheExtCache = build.build_cache(context)
-        self._next_rid = 0
-
-    def request(self, tokens: list[int], **options: Any) -> Req:
-        """A request in the queue."""
-        self._next_rid += 1
-        req = Req(f"r{self._next_rid}", "", array("q", tokens), SamplingParams(max_new_tokens=4), **options)
-        self.cache.on_request_queued(req)
-        return req
-
-    def admit(self, req: Req, *, room_to_load: bool = True) -> int:
-        """Match, load, lock and allocate; returns what the batch has to wait for."""
-        req.init_next_round_input(self.cache)
-        if req.host_hit_length:
-            held = None if room_to_load else self.allocator.alloc(self.allocator.available_size())
-            loaded, req.last_node = self.cache.init_load_back(
-                InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
-            )
-            assert loaded in (0, req.host_hit_length)
-            if held is not None:
-                self.allocator.free(held)
-            req.host_loaded_length = loaded
-            req.prefix_len += loaded
-            req.kv.cache_protected_len = req.prefix_len
-        req.lock = self.cache.lock(req.last_node)
-        length = len(req.full_untruncated_fill_ids)
-        # SGLang asks only if there is something to be told.
-        prefix = (
-            self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
-        )
-        assert len(prefix) == req.prefix_len
-        need = -(-length // self.page) * self.page - req.prefix_len
-        if need > self.allocator.available_size():
-            self.cache.evict(EvictParams(num_tokens=need - self.allocator.available_size()))
-        fresh = self.allocator.alloc(need)
-        assert fresh is not None
-        assert self.rows.alloc([req]) is not None
-        self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix)
-        self.rows.write(
-            (req.kv.req_pool_idx, slice(req.prefix_len, length)), fresh[: length - req.prefix_len]
-        )
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
-        return self.cache.ready_to_load_host_cache()
-
-    def forward(self, req: Req, load: int) -> None:
-        """Wait layer by layer, assert what is reused, and write what is new, as attention does."""
-        counter = self.pool.layer_transfer_counter
-        counter.set_consumer(load)
-        length = req.kv.kv_committed_len
-        slots = self.row(req)
-        for layer in range(LAYERS):
-            key = self.pool.get_key_buffer(layer)
-            value = self.pool.get_value_buffer(layer)
-            expected = expected_kv(req, length, layer)
-            reused = slots[: req.prefix_len]
-            assert torch.equal(key[reused], expected[0, : req.prefix_len]), (
-                "reused K is not what was computed"
-            )
-            assert torch.equal(value[reused], expected[1, : req.prefix_len])
-            key[slots[req.prefix_len :]] = expected[0, req.prefix_len :]
-            value[slots[req.prefix_len :]] = expected[1, req.prefix_len :]
-        counter.set_consumer(-1)
-
-    def row(self, req: Req) -> torch.Tensor:
-        return self.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len].to(torch.int64)
-
-    def checkpoint(self, req: Req) -> None:
-        self.cache.checkpoint(req, up_to=req.kv.kv_committed_len)
-
-    def release(self, req: Req, *, checkpoint: bool = True) -> None:
-        """The calls of SGLang's ``release_kv_cache``, which itself needs a running server's context."""
-        if checkpoint:
-            self.checkpoint(req)
-        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.kv.kv_committed_len)])
-        self.cache.unlock(req.lock)
-        req.lock = None
-        self.cache.on_release(req, checkpointed=checkpoint)
-        self.rows.free(req)
-
-    def serve(self, tokens: list[int], **options: Any) -> Req:
-        """A whole life; returns the request with the hits it had."""
-        req = self.request(tokens, **options)
-        self.forward(req, self.admit(req))
-        self.release(req)
-        self.step()
-        return req
-
-    def step(self) -> None:
-        self.cache.check_hicache_events()
-        self.cache.flush_pending_backups()
-
-    def settle(self) -> None:
-        for _ in range(50):
-            self.step()
-            self.cache.engine.drain()
-            if not self.cache.cache.pending():
-                return
-        raise AssertionError("transfers do not settle")
-
-    def to_host(self, tokens: list[int], **options: Any) -> None:
-        self.serve(tokens, **options)
-        self.settle()
-        self.cache.evict(EvictParams(num_tokens=TOKENS))
-
-    def assert_adds_up(self, *running: Req) -> None:
-        """Free, evictable, protected, and what running requests own, are all of the pool."""
-        self.cache.cache.check()
-        owned = sum(
-            -(-r.kv.kv_allocated_len // self.page) * self.page - r.kv.cache_protected_len for r in running
-        )
-        sizes = self.allocator.available_size(), self.cache.evictable_size(), self.cache.protected_size()
-        assert sum(sizes) + owned == TOKENS, (sizes, owned)
-        assert self.cache.total_size() == sizes[1] + sizes[2]
-
-    def assert_idle(self) -> None:
-        self.assert_adds_up()
-        assert self.cache.protected_size() == 0 and not self.cache.cache.tree.waiting
-        assert self.rows.available_size() == self.rows.size
-
-    def close(self) -> None:
-        self.cache.release_host_resources()
-
-
-def expected_kv(req: Req, length: int, layer: int) -> torch.Tensor:
-    """``[K or V, token, head, dim]`` that depend on the scope and on all tokens before."""
-    scope = hash((req.extra_key, req.cache_salt, req.lora_id)) % 1000
-    ids = torch.tensor(req.full_untruncated_fill_ids[:length], dtype=torch.float64)
-    history = (torch.cumsum(ids * (1 + torch.arange(length)), 0) + scope) % 65521
-    kv = torch.arange(2).view(2, 1, 1, 1) * 0.5 + layer * 0.25 + history.view(1, -1, 1, 1)
-    return (kv + torch.arange(HEADS * DIM).view(1, 1, HEADS, DIM)).to(torch.float32)
 
 
 @pytest.fixture(params=[1, 4])
@@ -235,10 +48,6 @@ def paged() -> Iterator[Engine]:
     engine = Engine(4)
     yield engine
     engine.close()
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return list(range(start, start + length))
 
 
 # A request's life
@@ -502,6 +311,152 @@ def test_a_pool_full_of_traffic_stays_exact(engine: Engine) -> None:
     assert (stats.hit_device, stats.hit_host) == tuple(hits)
 
 
+# Weights that change
+
+
+def updated(engine: Engine, version: str | None = None) -> None:
+    """A weight update is about to be carried out."""
+    engine.cache.on_control(io_struct.UpdateWeightFromDiskReqInput(model_path="m", weight_version=version))
+
+
+@pytest.mark.parametrize("version", [None, "v2", "default"])
+def test_kind_stale_after_weight_update(engine: Engine, version: str | None) -> None:
+    """Neither on the device nor on the host is anything found that older weights computed."""
+    engine.serve(prompt(12))
+    engine.settle()
+    engine.to_host(prompt(12, 500))
+    engine.serve(prompt(12))
+    engine.settle()
+    queued = engine.request(prompt(16))
+    updated(engine, version)
+    engine.assert_adds_up()
+    engine.forward(queued, engine.admit(queued))
+    assert (queued.prefix_len, queued.host_hit_length) == (0, 0)
+    engine.release(queued)
+    assert engine.serve(prompt(12, 500)).prefix_len == 0
+    assert engine.serve(prompt(16)).prefix_len == 15 // engine.page * engine.page, "the new ones are found"
+    engine.settle()
+    engine.assert_idle()
+
+
+def test_an_update_names_the_pages_that_follow(paged: Engine) -> None:
+    tree = paged.cache.cache.tree
+    seen = [tree.namespace]
+    for version in (None, "v2", None):
+        updated(paged, version)
+        seen.append(tree.namespace)
+    assert len(set(seen)) == 4 and paged.cache.cache.epoch == 3
+    paged.cache.on_control(io_struct.GetWeightsByNameReqInput(name="x"))
+    assert (tree.namespace, paged.cache.cache.epoch) == (seen[-1], 3)
+
+
+@pytest.mark.parametrize("reused", [8, 0])
+def test_a_request_of_an_older_epoch_publishes_nothing_and_its_slots_come_back(
+    engine: Engine, reused: int
+) -> None:
+    if reused:
+        engine.serve(prompt(8))
+        engine.settle()
+    req = engine.request(prompt(14))
+    engine.forward(req, engine.admit(req))
+    assert req.prefix_len == reused
+    updated(engine)
+    computed = engine.cache.cache.stats.computed
+    engine.checkpoint(req)
+    assert engine.cache.cache.stats.computed == computed and req.kv.cache_protected_len == reused
+    engine.step()
+    engine.assert_adds_up(req)
+    assert engine.cache.protected_size() == reused, "what it reads stays until it lets go"
+    engine.release(req)
+    engine.settle()
+    engine.assert_idle()
+    assert engine.cache.total_size() == 0 and engine.cache.cache.tree.host_tokens == 0
+    assert engine.serve(prompt(14)).prefix_len == 0
+
+
+def test_a_request_between_two_chunks_publishes_the_first_of_them_at_most(paged: Engine) -> None:
+    """And the first one is not found either."""
+    req = paged.request(prompt(20))
+    paged.forward(req, paged.admit(req))
+    paged.cache.checkpoint(req, up_to=8)
+    assert req.kv.cache_protected_len == 8
+    updated(paged)
+    paged.cache.checkpoint(req, up_to=16)
+    assert req.kv.cache_protected_len == 8 == paged.cache.total_size()
+    paged.assert_adds_up(req)
+    key = RadixKey(array("q", prompt(20)))
+    assert paged.cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len == 0
+    paged.release(req)
+    paged.settle()
+    paged.assert_idle()
+    assert paged.cache.total_size() == 0
+
+
+def test_a_retracted_request_starts_in_the_new_epoch(paged: Engine) -> None:
+    req = paged.request(prompt(12))
+    paged.forward(req, paged.admit(req))
+    updated(paged)
+    paged.release(req, checkpoint=False)
+    req.reset_for_retract()
+    paged.cache.on_request_queued(req)
+    paged.forward(req, paged.admit(req))
+    paged.release(req)
+    assert paged.serve(prompt(16)).prefix_len == 12
+    paged.settle()
+    paged.assert_idle()
+
+
+def test_copies_in_flight_end_and_their_pages_are_dropped(paged: Engine) -> None:
+    """A backup of old pages, and a load that a request of the old epoch waits for."""
+    paged.to_host(prompt(12))
+    req = paged.request(prompt(16))
+    load = paged.admit(req)
+    assert req.prefix_len == 12
+    paged.serve(prompt(12, 500))
+    assert len(paged.cache.cache.tickets) >= 1
+    updated(paged)
+    paged.forward(req, load)
+    paged.release(req)
+    paged.settle()
+    paged.assert_idle()
+    assert paged.cache.total_size() == 0 and paged.cache.cache.host_pages.used == 0
+
+
+def test_a_flush_is_an_epoch_of_its_own(paged: Engine) -> None:
+    """A request that was not idle when SGLang cleared its pools may not publish into the new tree."""
+    req = paged.request(prompt(12))
+    paged.forward(req, paged.admit(req))
+    paged.cache.reset()
+    paged.checkpoint(req)
+    assert paged.cache.total_size() == 0
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("make", ["load", "unload"])
+def test_a_changed_adapter_shares_nothing_with_what_it_was(paged: Engine, make: str) -> None:
+    """SGLang may give a changed file the id it had before."""
+    request: Any = (
+        io_struct.LoadLoRAAdapterReqInput(lora_name="a", lora_path="p", lora_id="x")
+        if make == "load"
+        else io_struct.UnloadLoRAAdapterReqInput(lora_name="a", lora_id="x")
+    )
+    paged.serve(prompt(12), lora_id="x")
+    paged.serve(prompt(12), lora_id="y")
+    paged.serve(prompt(12))
+    running = paged.request(prompt(16), lora_id="x")
+    paged.forward(running, paged.admit(running))
+    paged.cache.on_control(request)
+    paged.release(running)
+    assert paged.serve(prompt(12), lora_id="x").prefix_len == 0, "also not what was computed meanwhile"
+    assert paged.serve(prompt(16), lora_id="x").prefix_len == 12
+    assert paged.serve(prompt(12), lora_id="y").prefix_len == 8
+    assert paged.serve(prompt(12)).prefix_len == 8
+    paged.settle()
+    paged.assert_idle()
+
+
 # Statistics
 
 
@@ -672,8 +627,17 @@ def test_the_backend_without_the_flag_is_refused() -> None:
 
 
 def test_a_host_tier_of_less_than_a_page_is_refused() -> None:
-    with pytest.raises(SystemExit, match="would not hold a single page of 512 bytes"):
+    with pytest.raises(SystemExit, match="would not hold a single page of 1024 bytes"):
         Engine(4, host_gb=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["staged", "triton"])
+def test_a_copy_backend_that_needs_a_gpu_is_refused(backend: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Engine(4, copy_backend=backend)
+    assert str(caught.value) == (
+        f"hicache-ext: error: --hicache-ext-copy-backend {backend}: the copy backend {backend} needs a GPU"
+    )
 
 
 def test_runs_are_cut_by_the_size_of_the_pool() -> None:

@@ -73,11 +73,35 @@ def test_flags_and_file_arrive_in_the_settings(tmp_path: Path) -> None:
     assert flags.settings_of(args) == Settings(host_gb=0.25, write_policy="write-back", evict_granule=64)
 
 
+def test_every_flag_arrives_in_its_setting() -> None:
+    plan = "tier=host,rate=0.5,kinds=flip"
+    args = server_args(
+        "--hicache-ext-integrity",
+        "sample",
+        "--hicache-ext-inject-faults",
+        plan,
+        "--hicache-ext-copy-backend",
+        "torch",
+    )
+    flags.prepare(args)
+    assert flags.settings_of(args) == Settings(integrity="sample", inject_faults=plan, copy_backend="torch")
+
+
+def test_a_fault_plan_that_cannot_be_read_is_refused() -> None:
+    message = refused(server_args("--hicache-ext-inject-faults", "tier=host,rate=2"))
+    assert message.startswith("--hicache-ext-inject-faults tier=host,rate=2: rate must be a number")
+
+
 def test_settings_travel_to_the_scheduler_processes() -> None:
     args = server_args("--hicache-ext-host-gb", "0.25")
     flags.prepare(args)
     copy = pickle.loads(pickle.dumps(args))
     assert flags.settings_of(copy).host_gb == 0.25 and copy.radix_cache_backend == flags.BACKEND
+    server_id = getattr(copy, flags.SERVER_ID_ATTRIBUTE)
+    assert server_id == getattr(args, flags.SERVER_ID_ATTRIBUTE), "all ranks name the same server"
+    other = server_args()
+    flags.prepare(other)
+    assert getattr(other, flags.SERVER_ID_ATTRIBUTE) != server_id
 
 
 def test_the_check_may_run_twice() -> None:
@@ -188,7 +212,7 @@ def test_policies_are_told_by_the_parser(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_flag_explains_itself() -> None:
     ours = [a for a in parser()._actions if a.dest.startswith(("hicache_ext", "enable_hicache_ext"))]
-    assert len(ours) == 4 and all(a.help and len(a.help) > 40 for a in ours)
+    assert len(ours) == 7 and all(a.help and len(a.help) > 40 for a in ours)
 
 
 # Host memory

@@ -14,16 +14,25 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ext.transfer.choices import FaultKind
+
 pytest.importorskip("torch")
 pytest.importorskip("prometheus_client")
+
+from hicache_ext.core.header import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys
+from collections import Counter
 from types import SimpleNamespace
 sys.path.append(ROOT)
+from hicache_ext.core.header import Reason
 from hicache_ext.integration.metrics import Metrics
+from hicache_ext.integration.recompute import Recompute
+from hicache_ext.transfer.engine import Counts
+from hicache_ext.transfer.choices import FaultKind, parse_plan
 from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
 from tests.core.fakes import PrefixScope, make_rig, node_at, prompt, put, settle, to_host
 
@@ -36,8 +45,10 @@ def show(title):
     print(generate_latest(registry).decode())
 
 rig = make_rig(device_pages=8, host_pages=16)
-engine = SimpleNamespace(bytes_to_host=0, bytes_to_device=0)
-metrics = Metrics(rig.cache, engine, {"model_name": "m", "tp_rank": 0}, INTERVAL)
+faults = SimpleNamespace(plan=parse_plan("tier=host,rate=1,kinds=flip+forge"), injected=Counter(), met=0)
+engine = SimpleNamespace(counts=Counts(), faults=faults if FAULTS else None)
+counts, recompute = engine.counts, Recompute()
+metrics = Metrics(rig.cache, engine, recompute, {"model_name": "m", "tp_rank": 0}, INTERVAL)
 metrics.publish()
 show("start")
 to_host(rig, prompt(4, 1, 2, 3))
@@ -47,23 +58,29 @@ put(rig, prompt(4, 9))
 rig.cache.want("r", PrefixScope(), prompt(4, 9))
 rig.cache.evict_host(1)
 rig.cache.stats.hit_device, rig.cache.stats.hit_host = 8, 12
-rig.cache.stats.backup_declined, rig.cache.stats.load_declined, rig.cache.stats.backup_failed = 1, 2, 3
-engine.bytes_to_host, engine.bytes_to_device = 1000, 500
+rig.cache.stats.backup_declined, rig.cache.stats.load_declined, rig.cache.stats.refused = 1, 2, 20
+counts.bytes_to_host, counts.bytes_to_device, counts.failed_backups = 1000, 500, 3
+counts.refused[Reason.CHECKSUM], counts.seal_seconds, counts.verify_seconds = 4, 0.2, 0.3
+recompute.count, rig.cache.epoch = 5, 6
+faults.injected[FaultKind.FLIP], faults.met = 7, 8
 metrics.tick_seconds = 0.25
 metrics.publish()
 show("middle")
 rig.cache.stats.hit_host = 20
-engine.bytes_to_device = 700
+counts.bytes_to_device = 700
+counts.refused[Reason.EPOCH] = 1
 metrics.publish()
 metrics.publish()
 show("end")
 """
 
 
-def run(tmp_path: Path, *, multi: bool, interval: float = 1e-9) -> dict[str, dict[str, float]]:
+def run(
+    tmp_path: Path, *, multi: bool, interval: float = 1e-9, faults: bool = False
+) -> dict[str, dict[str, float]]:
     """Samples of our metrics by name and labels, for each moment the program shows."""
-    program = PROGRAM.replace('rig.cache.want("r", (), prompt(4, 9)) if False else None\n', "")
-    program = program.replace("ROOT", repr(str(ROOT))).replace("MULTI", str(multi))
+    program = PROGRAM.replace("ROOT", repr(str(ROOT))).replace("MULTI", str(multi))
+    program = program.replace("FAULTS", str(faults))
     environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
     if multi:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
@@ -100,7 +117,12 @@ COUNTERS = {
     "lost_tokens_total": 0,
     "declined_tokens_total device_to_host": 1,
     "declined_tokens_total host_to_device": 2,
-    "failed_backup_tokens_total": 3,
+    "failed_backup_tokens_total": 12,
+    "refused_pages_total checksum": 4,
+    **{f"refused_pages_total {reason}": 0 for reason in Reason if reason is not Reason.CHECKSUM},
+    "integrity_seconds_total": 0.5,
+    "refused_tokens_total": 20,
+    "recomputed_requests_total": 5,
     "evict_waits_total": 0,
     "tick_seconds_total": 0.25,
 }
@@ -111,6 +133,12 @@ GAUGES = {
     "open_tickets": 0,
     "waiting_requests": 1,
     "nodes": 3,
+    "epoch": 6,
+}
+FAULTS = {
+    **{f"injected_faults_total {kind} host": 0 for kind in FaultKind},
+    "injected_faults_total flip host": 7,
+    "met_faults_total": 8,
 }
 
 
@@ -127,9 +155,16 @@ def test_metrics_follow_the_cache(tmp_path: Path) -> None:
     assert changed == {
         "hit_tokens_total host": (12, 20),
         "moved_bytes_total host_to_device": (500, 700),
+        "refused_pages_total epoch": (0, 1),
     }, "a counter counts what is new once"
 
 
 def test_metrics_are_not_updated_more_often_than_asked(tmp_path: Path) -> None:
     shown = run(tmp_path, multi=False, interval=3600.0)
     assert shown["start"] == shown["middle"] == shown["end"]
+
+
+def test_injected_faults_are_told_where_there_are_any(tmp_path: Path) -> None:
+    shown = run(tmp_path, multi=True, faults=True)
+    assert {n: shown["middle"][n] for n in FAULTS} == FAULTS
+    assert set(shown["start"]) == {*COUNTERS, *GAUGES, *FAULTS, "ticks_total"}

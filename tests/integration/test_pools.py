@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from hicache_ext.integration.pools import SlotPool, account_for_pools, describe
+from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.copy_torch import gather, scatter_layer
 from hicache_ext.transfer.device_kv import DeviceKV
@@ -74,7 +74,7 @@ def test_mha_pool() -> None:
     assert kv.layout.components == (Component("K", 6, 8), Component("V", 6, 8))
     assert (kv.layout.page_size, kv.layout.layers, kv.layout.groups) == (PAGE, LAYERS, 6)
     assert kv.layout.dtype == torch.bfloat16
-    assert kv.layout.token_bytes * (SIZE + PAGE) == sum(pool.get_kv_size_bytes())
+    assert kv.layout.payload_bytes * (SIZE // PAGE + 1) == sum(pool.get_kv_size_bytes())
     for layers, buffers in zip(kv.buffers, (pool.k_buffer, pool.v_buffer), strict=True):
         assert [b.data_ptr() for b in layers] == [b.data_ptr() for b in buffers]
 
@@ -86,7 +86,7 @@ def test_mha_pool_whose_values_are_narrower() -> None:
 
 def test_float8_is_stored_as_bytes() -> None:
     layout = describe(mha(dtype=torch.float8_e4m3fn), PAGE).layout
-    assert layout.dtype == torch.uint8 and layout.token_bytes == 2 * LAYERS * 6 * 8
+    assert layout.dtype == torch.uint8 and layout.payload_bytes == PAGE * 2 * LAYERS * 6 * 8
 
 
 def test_mla_pool() -> None:
@@ -94,6 +94,63 @@ def test_mla_pool() -> None:
     kv = describe(pool, PAGE)
     assert kv.layout.components == (Component("latent", 1, 20),) and kv.layout.groups == 1
     assert [b.data_ptr() for b in kv.buffers[0]] == [b.data_ptr() for b in pool.kv_buffer]
+
+
+# (heads of the model, TP size, groups a rank, heads a group); more ranks than heads share them, as in SGLang.
+SHARDS = [
+    (8, 1, 8, 1),
+    (8, 2, 4, 1),
+    (8, 4, 2, 1),
+    (8, 8, 1, 1),
+    (8, 16, 1, 1),
+    (12, 1, 6, 2),
+    (12, 2, 3, 2),
+    (12, 4, 3, 1),
+    (3, 1, 3, 1),
+    (16, 1, 8, 2),
+    (16, 4, 2, 2),
+    (16, 16, 1, 1),
+    (32, 8, 1, 4),
+    (32, 16, 2, 1),
+    *[(1, size, 1, 1) for size in (1, 2, 4, 8, 16)],
+]
+
+
+@pytest.mark.parametrize(("heads", "size", "groups", "width"), SHARDS)
+def test_kind_different_parallelism_no_sharing(heads: int, size: int, groups: int, width: int) -> None:
+    """A group's number says which heads of the model it holds, so equal objects have equal numbers."""
+    local = max(heads // size, 1)
+    held: list[int] = []
+    for rank in range(size):
+        mine, first = HeadShard(heads, size, rank).groups(local)
+        assert (mine, local // mine) == (groups, width)
+        first_head = rank * heads // size
+        assert first * width == first_head, "group n begins at head n * width, whatever the rank"
+        held += range(first, first + mine)
+    copies = max(size // heads, 1)
+    assert sorted(held) == sorted(list(range(heads // width)) * copies), "each group once, or once a replica"
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"), [(8, (1, 2, 4, 8)), (12, (1, 2)), (16, (1, 2, 4, 8)), (3, (1, 3))]
+)
+def test_tp_degrees_share_groups_where_they_can(heads: int, sizes: tuple[int, ...]) -> None:
+    """All degrees that divide the groups of TP 1 store the same ones."""
+    widths = {heads // size // HeadShard(heads, size, 0).groups(heads // size)[0] for size in sizes}
+    assert len(widths) == 1
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_numbers_its_groups_within_the_model(rank: int) -> None:
+    layout = describe(mha(head_num=2), PAGE, HeadShard(8, 4, rank)).layout
+    assert (
+        (layout.groups, layout.first_group) == (2, 2 * rank) == (layout.groups, layout.geometry.first_group)
+    )
+
+
+def test_without_a_shard_a_pool_holds_the_whole_model() -> None:
+    layout = describe(mha(), PAGE).layout
+    assert (layout.groups, layout.first_group) == (6, 0)
 
 
 def round_trip(kv: DeviceKV) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.core.header import Integrity, Labels
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.settings import SettingsError
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.engine import ThreadEngine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layout import Component, PageLayout
+from hicache_ext.transfer.seal import Seal
 
 LAYERS, HEADS, DIM = 3, 2, 8
 
@@ -105,7 +107,9 @@ class TransposedPagePool(Pool):
         return self.v_buffer[layer][self._at(torch.arange(len(self.v_buffer[layer])))]
 
 
-def prove(pool: Pool, host_pages: int = 4) -> None:
+def prove(
+    pool: Pool, host_pages: int = 4, integrity: Integrity = Integrity.FULL, seal: type[Seal] = Seal
+) -> None:
     layout = PageLayout(
         pool.page_size,
         LAYERS,
@@ -115,8 +119,8 @@ def prove(pool: Pool, host_pages: int = 4) -> None:
     )
     kv = DeviceKV(layout, (tuple(pool.k_buffer), tuple(pool.v_buffer)))
     host = HostPagePool(layout, host_pages, pinned=False)
-    with closing(ThreadEngine(kv, host)) as engine:
-        prove_layout(pool, kv, engine, host)
+    with closing(ThreadEngine(kv, host, seal(layout, integrity), None)) as engine:
+        prove_layout(pool, kv, engine, host, integrity)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -135,3 +139,38 @@ def test_a_small_host_pool_passes(host_pages: int) -> None:
 def test_kind_wrong_layout_right_shape(kind: type[Pool]) -> None:
     with pytest.raises(SettingsError, match="layout is not what hicache-ext takes it to be"):
         prove(kind(8, 4))
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+@pytest.mark.parametrize("pages", [1, 8])
+def test_every_integrity_mode_passes(integrity: Integrity, pages: int) -> None:
+    prove(Pool(pages, 4), integrity=integrity)
+
+
+class Trusting(Seal):
+    """Takes every page for what it should be."""
+
+    def verify(self, rows: torch.Tensor, labels: Labels) -> torch.Tensor:
+        return torch.ones(len(rows), dtype=torch.bool)
+
+
+class Distrusting(Seal):
+    """Takes no page for what it should be."""
+
+    def verify(self, rows: torch.Tensor, labels: Labels) -> torch.Tensor:
+        return torch.zeros(len(rows), dtype=torch.bool)
+
+
+def test_a_check_that_passes_everything_does_not_pass() -> None:
+    with pytest.raises(SettingsError, match="a damaged page passed the integrity check"):
+        prove(Pool(8, 4), seal=Trusting)
+
+
+def test_a_check_that_passes_nothing_does_not_pass() -> None:
+    with pytest.raises(SettingsError, match="a copy between device and host failed in the self-test"):
+        prove(Pool(8, 4), seal=Distrusting)
+
+
+def test_the_page_it_damages_on_purpose_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    prove(Pool(8, 4))
+    assert not caplog.records

@@ -31,6 +31,8 @@ def test_defaults_without_file_and_flags() -> None:
     settings = load_settings(None, host_gb=None, write_policy=None)
     assert settings == Settings()
     assert settings.host_gb is None and settings.write_policy == "write-through"
+    assert settings.integrity == "full" and settings.inject_faults is None
+    assert settings.copy_backend == "auto"
     assert settings.check_every == 0, "the slow checks are off unless asked for"
 
 
@@ -48,13 +50,26 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
     text = """
     host_gb = 2.5
     write_policy = "write-back"
+    integrity = "sample"
+    inject_faults = "tier=host,rate=0.5"
+    copy_backend = "torch"
     evict_granule = 64
     backup_limit = 1024
     metrics_interval = 1
     check_every = 3
     """
     settings = load_settings(toml(tmp_path, text))
-    assert settings == Settings(2.5, "write-back", 64, 1024, 1, 3)
+    assert settings == Settings(
+        host_gb=2.5,
+        write_policy="write-back",
+        integrity="sample",
+        inject_faults="tier=host,rate=0.5",
+        copy_backend="torch",
+        evict_granule=64,
+        backup_limit=1024,
+        metrics_interval=1,
+        check_every=3,
+    )
     assert set(tomllib.loads(text)) == {f.name for f in fields(Settings)}
 
 
@@ -97,6 +112,15 @@ def test_a_table_is_an_unknown_key(tmp_path: Path) -> None:
             ("write_policy", v, "string, one of write-through, write-back")
             for v in ('"write_through"', '""', "1", "true", '["write-back"]', "{}", "1979-05-27")
         ],
+        *[
+            ("integrity", v, "string, one of full, sample, off")
+            for v in ('"none"', '""', "true", "0", '["full"]')
+        ],
+        *[
+            ("copy_backend", v, "string, one of auto, staged, triton, torch")
+            for v in ('"cuda"', '""', "true", '["torch"]')
+        ],
+        *[("inject_faults", v, "string like tier=host,rate=0.01") for v in ("true", "0.1", '["tier=host"]')],
         *[("evict_granule", v, "positive whole number") for v in ("0", "-1", "1.0", "true", "nan", '"1"')],
         *[("backup_limit", v, "positive whole number") for v in ("0", "1e3", "inf", "false")],
         *[("metrics_interval", v, "positive number") for v in ("0", "0.0", "nan", "inf", "-0.1", '"1"')],
@@ -122,6 +146,25 @@ def test_a_policy_given_as_a_flag_is_checked_too() -> None:
     """Engine arguments do not pass the choices of the command line."""
     message = refused(None, write_policy="sometimes")
     assert message == "--hicache-ext-write-policy sometimes is not a string, one of write-through, write-back"
+
+
+def test_a_mode_given_as_a_flag_is_checked_too() -> None:
+    message = refused(None, integrity="none")
+    assert message == "--hicache-ext-integrity none is not a string, one of full, sample, off"
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_fault_plan_that_cannot_be_read_is_told(tmp_path: Path, from_file: bool) -> None:
+    plan = "tier=disk,rate=0.1"
+    if from_file:
+        message = refused(toml(tmp_path, f'inject_faults = "{plan}"'))
+    else:
+        message = refused(None, inject_faults=plan)
+    assert message == f"--hicache-ext-inject-faults {plan}: tier must be one of transfer, host"
+
+
+def test_an_empty_fault_plan_is_not_none(tmp_path: Path) -> None:
+    assert "'' is unknown" in refused(toml(tmp_path, 'inject_faults = ""'))
 
 
 def test_a_bad_value_in_the_file_is_refused_although_a_flag_overrides_it(tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ from hicache_ext import patching
 VERSION = "0.5.23"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEDULER = "sglang/srt/managers/scheduler.py"
+BATCH = "sglang/srt/managers/schedule_batch.py"
 LINE_BUDGET = 150
+OURS = ("on_request_queued", "on_control", "on_batch_result", "transfers_idle")
+"""Methods of the cache that SGLang's own interface does not have."""
 
 SERIES = patching.load_series(VERSION, REPOSITORY / "patches")
 PATHS = [file.path for file in SERIES.files]
@@ -146,7 +149,7 @@ def test_kind_upgrade_breaks_it_silently(install: patching.SGLangInstall) -> Non
         "elsewhere": lambda: edit(install, SCHEDULER, b"def flush_cache(self", b"def flush_the_cache(self"),
     }
     expected = {
-        "context": r"scheduler\.py: 0003-scheduler\.patch hunk 3 \(@@ -\d+,6 \+\d+,7 @@\) does not fit: line",
+        "context": r"scheduler\.py: 0003-scheduler\.patch hunk 4 \(@@ -\d+,6 \+\d+,7 @@\) does not fit: line",
         "offset": r"scheduler\.py: 0003-scheduler\.patch hunk 1 \(",
         "elsewhere": r"every hunk of 0003-scheduler\.patch fits, but the file differs elsewhere",
     }
@@ -220,6 +223,7 @@ def assert_whole(install: patching.SGLangInstall) -> str:
     return status.state
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_every_file_is_whole(
     install: patching.SGLangInstall, released: dict[str, bytes]
 ) -> None:
@@ -304,7 +308,7 @@ def is_ours(node: ast.AST) -> bool:
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "hicache_ext" for alias in node.names)
     # Methods that only this cache has.
-    return isinstance(node, ast.Attribute) and node.attr in ("on_request_queued", "transfers_idle")
+    return isinstance(node, ast.Attribute) and node.attr in OURS
 
 
 def test_without_the_flag_nothing_of_ours_is_imported_or_called(install: patching.SGLangInstall) -> None:
@@ -323,11 +327,18 @@ def test_without_the_flag_nothing_of_ours_is_imported_or_called(install: patchin
         assert len(imports) == sum(
             is_ours(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
         )
-    assert found == 3
+    assert found == 1 + len(OURS)
 
 
 def function(tree: ast.AST, name: str) -> ast.FunctionDef:
     return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def calls(node: ast.AST) -> list[str]:
+    """What a function calls, in the order of the source; without ``self``."""
+    found = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    found.sort(key=lambda n: (n.lineno, n.col_offset))
+    return [ast.unparse(n.func).removeprefix("self.") for n in found]
 
 
 def test_every_gate_is_where_it_is_needed(install: patching.SGLangInstall) -> None:
@@ -343,6 +354,21 @@ def test_every_gate_is_where_it_is_needed(install: patching.SGLangInstall) -> No
         gates = [outer.test for outer, _ in ancestors(node, up) if isinstance(outer, ast.If)]
         assert any("self.enable_hicache_ext" in ast.unparse(gate) for gate in gates), name
         assert all(isinstance(gate, ast.BoolOp) and isinstance(gate.op, ast.Or) for gate in gates[:1])
+
+    # Before the weights change, so that no page of the new epoch is of the old ones.
+    controlled = calls(function(scheduler, "process_input_requests"))
+    assert controlled.index("tree_cache.on_control") < controlled.index("_request_dispatcher")
+    # Before any token of the batch is used, and in the one place that all batches pass.
+    settled = calls(function(scheduler, "process_batch_result"))
+    used = [call for call in settled if "process_batch_result" in call]
+    assert len(used) >= 3 and settled.index("tree_cache.on_batch_result") < settled.index(used[0])
+
+    # Under the overlap scheduler the result is processed with a copy of the batch.
+    copied = function(ast.parse((install.root / BATCH).read_bytes()), "copy")
+    made = next(node for node in ast.walk(copied) if isinstance(node, ast.Call))
+    assert ast.unparse(made.func) == "ScheduleBatch"
+    (index,) = (k.value for k in made.keywords if k.arg == "hicache_consumer_index")
+    assert ast.unparse(index) == "self.hicache_consumer_index"
 
     queued = function(scheduler, "_prefetch_kvcache").body[0]
     assert ast.unparse(queued) == ("if self.enable_hicache_ext:\n    self.tree_cache.on_request_queued(req)")
@@ -364,15 +390,20 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
 from sglang.srt.runtime_context import get_memory, publish
 fields = ServerArgs.__struct_fields__
-ours = ("enable_hicache_ext", "hicache_ext_host_gb", "hicache_ext_write_policy", "hicache_ext_config")
-assert fields[-4:] == ours and set(fields) - set(ours) == set(POSITIONAL_FIELD_ORDER), fields[-6:]
+ours = ("enable_hicache_ext", "hicache_ext_host_gb", "hicache_ext_write_policy", "hicache_ext_integrity")
+ours += ("hicache_ext_copy_backend", "hicache_ext_inject_faults", "hicache_ext_config")
+assert fields[-7:] == ours and set(fields) - set(ours) == set(POSITIONAL_FIELD_ORDER), fields[-8:]
 arguments = prepare_server_args(
     ["--model-path", "dummy", "--hicache-ext-host-gb", "4", "--hicache-ext-write-policy", "write-back"]
+    + ["--hicache-ext-integrity", "off", "--hicache-ext-inject-faults", "tier=host,rate=1"]
+    + ["--hicache-ext-copy-backend", "torch"]
 )
 publish(arguments, role="scheduler")
 bag = get_memory()
 assert bag.enable_hicache_ext is False
 assert (bag.hicache_ext_host_gb, bag.hicache_ext_write_policy) == (4.0, "write-back")
+assert (bag.hicache_ext_integrity, bag.hicache_ext_inject_faults) == ("off", "tier=host,rate=1")
+assert bag.hicache_ext_copy_backend == "torch"
 assert bag.radix_cache_backend is None
 import sglang.srt.managers.scheduler
 # Entry points may load other modules of hicache_ext; a patch imports only this one.

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 # Gauges of the extension that must be zero on an idle server whose caches were flushed.
 HELD_STATE = re.compile(r"^hicache_ext_(pages|open_tickets|waiting_requests)$")
@@ -264,17 +265,19 @@ class SGLangServer:
         SGLang sets its gauges when it runs a batch: they lag behind a flush. `loads()` does not.
         """
         result: dict[str, float] = {}
-        for family in self._metric_families():
-            for sample in family.samples:
-                result[sample.name] = result.get(sample.name, 0.0) + sample.value
+        for sample in self.samples():
+            result[sample.name] = result.get(sample.name, 0.0) + sample.value
         return result
+
+    def samples(self) -> list[Sample]:
+        """All samples of `/metrics`."""
+        return [sample for family in self._metric_families() for sample in family.samples]
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of that name that carry these labels; 0 if there is none."""
         return sum(
             sample.value
-            for family in self._metric_families()
-            for sample in family.samples
+            for sample in self.samples()
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 

@@ -81,3 +81,18 @@ def test_an_adapter_is_not_an_extra_key(server: SGLangServer) -> None:
     key = LoRARef.deterministic_id("a", str(server.log.parent / "a"))
     forged = server.generate(input_ids=ids, max_new_tokens=6, extra_key=key)
     assert (forged.cached_tokens, forged.output_ids) == (0, cold.output_ids)
+
+
+def test_kind_stale_after_weight_update_of_an_adapter(server: SGLangServer) -> None:
+    """Unloaded, changed on disk and loaded again under the same name and path, it is another adapter."""
+    ids = prompt(3, 300)
+    folder = server.log.parent / "b"
+    before = server.generate(input_ids=ids, max_new_tokens=6, lora_path="b")
+    fill_device(server, 2)
+    server.post("/unload_lora_adapter", {"lora_name": "b"})
+    write_lora(folder, seed=7)
+    server.post("/load_lora_adapter", {"lora_name": "b", "lora_path": str(folder)})
+    after = server.generate(input_ids=ids, max_new_tokens=6, lora_path="b")
+    truth = server.generate(input_ids=ids, max_new_tokens=6, lora_path="b", cache_salt="cold")
+    assert (after.cached_tokens, truth.cached_tokens) == (0, 0)
+    assert after.output_ids == truth.output_ids != before.output_ids

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import requests
 
+from hicache_ext.core.header import Geometry
 from tests.server.harness import Generation, SGLangServer, wait_for
 
 VOCAB = 4096
@@ -95,6 +96,12 @@ def write_tiny_model(folder: Path, seed: int = 0, context: int = 8192) -> Path:
     return folder
 
 
+def host_page_bytes(page_size: int, ranks: int = 1) -> int:
+    """Of one rank's part of a page, headers included."""
+    payload = page_size * TOKEN_BYTES // KV_HEADS
+    return KV_HEADS // ranks * Geometry(groups=1, payload_bytes=payload, slabs=2 * LAYERS).object_bytes
+
+
 def write_lora(folder: Path, seed: int, rank: int = 4) -> Path:
     """A random LoRA adapter for the tiny model on the query and value projections."""
     from safetensors.numpy import save_file
@@ -145,6 +152,7 @@ def tiny_server(
     device_tokens: int = 2048,
     host_tokens: int = 8192,
     check_every: int = 1,
+    ranks: int = 1,
     extension: bool = True,
     env: dict[str, str | None] | None = None,
 ) -> SGLangServer:
@@ -154,8 +162,9 @@ def tiny_server(
         settings = folder / "hicache-ext.toml"
         settings.write_text(f"check_every = {check_every}\n")
         flags += ["--enable-hicache-ext", "--hicache-ext-config", str(settings)]
-        # Half a token more, so that rounding does not cost a page.
-        flags += ["--hicache-ext-host-gb", str((host_tokens + 0.5) * TOKEN_BYTES / 1e9)]
+        # Half a page more, so that rounding does not cost one.
+        host_pages = (host_tokens // page_size + 0.5) * ranks
+        flags += ["--hicache-ext-host-gb", str(host_pages * host_page_bytes(page_size, ranks) / 1e9)]
     return SGLangServer(
         model,
         args=[*flags, *args],

@@ -17,9 +17,9 @@ from hicache_ext.transfer.layout import Component, PageLayout
 LAYERS = 3
 POISON = 0xA5
 
-MHA = (Component("K", 24, 4), Component("V", 24, 4))
-WIDE_K = (Component("K", 24, 6), Component("V", 24, 3))
-MLA = (Component("latent", 1, 36),)
+MHA = (Component("K", 24, 8), Component("V", 24, 8))
+WIDE_K = (Component("K", 24, 16), Component("V", 24, 8))
+MLA = (Component("latent", 1, 40),)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_round_trip(
 def test_every_element_lands_where_the_layout_says() -> None:
     """Not through ``views``: offsets are computed here, so that both being wrong alike would show."""
     page_size, groups = 2, 2
-    components = (Component("K", 4, 3), Component("V", 4, 2))
+    components = (Component("K", 4, 4), Component("V", 4, 2))
     torch.manual_seed(2)
     kv = random_kv(components, page_size, torch.uint8, groups, pages=3)
     host = torch.full((2, kv.layout.page_bytes), POISON, dtype=torch.uint8)
@@ -118,7 +118,12 @@ def test_every_element_lands_where_the_layout_says() -> None:
                         for head in (2 * group, 2 * group + 1):
                             expected += layers[layer][page * page_size + token, head].tolist()
                 assert len(expected) % component.dim == 0
-        assert host[row].tolist() == expected
+        objects = host[row].view(groups, -1)
+        start = kv.layout.geometry.header_bytes
+        payload = objects[:, start : start + kv.layout.geometry.payload_bytes]
+        assert payload.reshape(-1).tolist() == expected
+        rest = [objects[:, :start], objects[:, start + kv.layout.geometry.payload_bytes :]]
+        assert all((part == POISON).all() for part in rest), "the header is not the copy's to write"
 
 
 def test_strides_of_the_device_buffers_are_free() -> None:

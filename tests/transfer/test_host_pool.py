@@ -12,7 +12,7 @@ import torch
 from hicache_ext.transfer.host_pool import HostPagePool, runs
 from hicache_ext.transfer.layout import Component, PageLayout
 
-LAYOUT = PageLayout(2, 1, torch.uint8, (Component("K", 1, 3),), 1)
+LAYOUT = PageLayout(2, 1, torch.uint8, (Component("K", 1, 8),), 1)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_pool_may_have_no_page() -> None:
 def test_too_much_memory_is_told_in_one_line() -> None:
     """More than any address space has, so nothing is allocated on any machine."""
     with pytest.raises(MemoryError, match=r"^cannot get \d+\.\d GB of host memory: ") as caught:
-        HostPagePool(LAYOUT, 1 << 58, pinned=False)
+        HostPagePool(LAYOUT, 1 << 50, pinned=False)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

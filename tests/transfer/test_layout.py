@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 
 import torch
 
+from hicache_ext.core.header import MAX_GROUPS, head_groups
 from hicache_ext.transfer.copy_torch import gather
 from hicache_ext.transfer.device_kv import DeviceKV
-from hicache_ext.transfer.layout import MAX_GROUPS, Component, PageLayout, head_groups
+from hicache_ext.transfer.layout import Component, PageLayout
 
 
 def layout_of(**changes: object) -> PageLayout:
@@ -20,7 +21,7 @@ def layout_of(**changes: object) -> PageLayout:
         page_size=4,
         layers=3,
         dtype=torch.bfloat16,
-        components=(Component("K", 6, 8), Component("V", 6, 5)),
+        components=(Component("K", 6, 8), Component("V", 6, 6)),
         groups=3,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -28,25 +29,28 @@ def layout_of(**changes: object) -> PageLayout:
 
 def test_sizes() -> None:
     layout = layout_of()
-    assert layout.group_elements == 3 * 4 * 2 * (8 + 5)
-    assert layout.page_bytes == 3 * layout.group_elements * 2
-    assert layout.token_bytes == 3 * 6 * (8 + 5) * 2
+    geometry = layout.geometry
+    assert [layout.slab_bytes(c) for c in layout.components] == [4 * 2 * 8 * 2, 4 * 2 * 6 * 2]
+    assert geometry.payload_bytes == 3 * (128 + 96) and geometry.slabs == 6
+    assert geometry.header_bytes == 192, "96 bytes and six checksums, up to a multiple of 64"
+    assert geometry.object_bytes == 1024, "192 + 672, up to a multiple of 512"
+    assert layout.page_bytes == 3 * 1024 and layout.payload_bytes == 3 * 672
 
 
 @pytest.mark.parametrize(
     ("page", "group", "component", "layer", "token", "head", "dim", "offset"),
     [
-        (0, 0, 0, 0, 0, 0, 0, 0),
-        (0, 0, 0, 0, 0, 0, 7, 14),
-        (0, 0, 0, 0, 0, 1, 0, 16),
-        (0, 0, 0, 0, 1, 0, 0, 32),
-        (0, 0, 0, 1, 0, 0, 0, 128),
-        # K of a group is 3 layers x 4 tokens x 2 heads x 8 = 192 elements, V 120; a group is 624 bytes.
-        (0, 0, 1, 0, 0, 0, 0, 384),
-        (0, 0, 1, 2, 3, 1, 4, 384 + 2 * (2 * 4 * 2 * 5 + 3 * 2 * 5 + 5 + 4)),
-        (0, 1, 0, 0, 0, 0, 0, 624),
-        (0, 2, 1, 1, 2, 0, 3, 2 * 624 + 384 + 2 * (4 * 2 * 5 + 2 * 2 * 5 + 3)),
-        (2, 1, 0, 2, 0, 1, 6, 2 * 3 * 624 + 624 + 2 * (2 * 4 * 2 * 8 + 8 + 6)),
+        (0, 0, 0, 0, 0, 0, 0, 192),
+        (0, 0, 0, 0, 0, 0, 7, 192 + 14),
+        (0, 0, 0, 0, 0, 1, 0, 192 + 16),
+        (0, 0, 0, 0, 1, 0, 0, 192 + 32),
+        (0, 0, 0, 1, 0, 0, 0, 192 + 128),
+        # K of a group is 3 layers x 4 tokens x 2 heads x 8 = 192 elements; a group is 1024 bytes.
+        (0, 0, 1, 0, 0, 0, 0, 192 + 384),
+        (0, 0, 1, 2, 3, 1, 4, 192 + 384 + 2 * (2 * 4 * 2 * 6 + 3 * 2 * 6 + 6 + 4)),
+        (0, 1, 0, 0, 0, 0, 0, 1024 + 192),
+        (0, 2, 1, 1, 2, 0, 3, 2 * 1024 + 192 + 384 + 2 * (4 * 2 * 6 + 2 * 2 * 6 + 3)),
+        (2, 1, 0, 2, 0, 1, 6, 2 * 3072 + 1024 + 192 + 2 * (2 * 4 * 2 * 8 + 8 + 6)),
     ],
 )
 def test_byte_offset_of_an_element(
@@ -61,12 +65,16 @@ def test_byte_offset_of_an_element(
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_components_cover_every_byte_once(groups: int) -> None:
+def test_components_cover_every_byte_of_the_payload_once(groups: int) -> None:
     layout = layout_of(groups=groups, dtype=torch.uint8)
     pages = torch.zeros((2, layout.page_bytes), dtype=torch.uint8)
     for view in layout.views(pages):
         view += 1
-    assert pages.unique().tolist() == [1]
+    geometry = layout.geometry
+    objects = pages.view(2, groups, geometry.object_bytes)
+    start, stop = geometry.header_bytes, geometry.header_bytes + geometry.payload_bytes
+    assert objects[:, :, start:stop].unique().tolist() == [1]
+    assert not objects[:, :, :start].any() and not objects[:, :, stop:].any()
 
 
 def test_views_of_some_rows_of_a_buffer() -> None:
@@ -83,12 +91,18 @@ def test_views_of_rows_that_lie_apart() -> None:
     for view in layout.views(buffer[:, : layout.page_bytes]):
         view.fill_(1.0)
     assert not buffer[:, layout.page_bytes :].any()
-    assert buffer[:, : layout.page_bytes].view(torch.bfloat16).unique().tolist() == [1.0]
+    values = buffer[:, : layout.page_bytes].view(torch.bfloat16)
+    assert int((values == 1.0).sum()) * 2 == 2 * layout.payload_bytes
 
 
 def test_heads_must_divide_into_groups() -> None:
     with pytest.raises(ValueError, match="6 K heads do not divide into 4 groups"):
         layout_of(groups=4)
+
+
+def test_a_slab_is_whole_words() -> None:
+    with pytest.raises(ValueError, match="30 bytes of V a layer are no whole 64-bit words"):
+        layout_of(page_size=1, groups=2, components=(Component("K", 6, 8), Component("V", 6, 5)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +117,7 @@ def test_head_groups_is_the_largest_divisor(heads: int, groups: int) -> None:
 def test_every_tp_degree_reads_the_same_group_bytes(tp: int) -> None:
     """Kind 14: rank r of TP n holds groups [r * 8 / n, (r + 1) * 8 / n) of the page of TP 1."""
     heads, page_size, layers = 8, 4, 2
-    components = (Component("K", heads, 6), Component("V", heads, 5))
+    components = (Component("K", heads, 6), Component("V", heads, 4))
     whole = PageLayout(page_size, layers, torch.float32, components, 8)
     torch.manual_seed(0)
     buffers = tuple(

@@ -1,0 +1,106 @@
+"""The copy backends over Triton kernels: ``staged`` and ``triton``; see ``copy_triton``."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hicache_ext.core.header import FIXED, Labels, fixed_parts
+from hicache_ext.transfer import copy_triton
+from hicache_ext.transfer.backends import RING_BYTES, Alter, Landed, headers_on, recorded, write_fixed
+from hicache_ext.transfer.device_kv import DeviceKV
+from hicache_ext.transfer.host_pool import HostPagePool
+from hicache_ext.transfer.seal import Seal, upload
+from hicache_ext.triton_kernels import kernels, tables
+
+
+class StagedBackend:
+    """A kernel gathers or scatters in device memory, the copy engine crosses the bus."""
+
+    def __init__(self, kv: DeviceKV, host: HostPagePool, seal: Seal) -> None:
+        self.host = host
+        self.seal = seal
+        self._kv = copy_triton.prepare(kv)
+        # Small GPUs give less: there are five buffers of this size.
+        size = min(RING_BYTES, torch.cuda.get_device_properties(kv.device).total_memory >> 9)
+        self._backup = copy_triton.StagedBackup(self._kv, (3, size))
+        self._load = copy_triton.StagedLoad(self._kv, (2, size))
+        copy_triton.warm_up(self._kv)
+
+    def to_host(
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, alter: Alter | None
+    ) -> torch.cuda.Event:
+        fixed, sealed = headers_on(slots.device, self.seal, labels)
+
+        def finish(part: slice, rows: torch.Tensor) -> None:
+            write_fixed(rows, fixed[part], self._kv.layout.groups)
+            if alter is not None:
+                alter(rows, pages[part])
+
+        index = copy_triton.device_pages(self._kv, slots)
+        event = self._backup(index, self.host.buffer, pages, sealed, finish)
+        assert event is not None
+        return event
+
+    def to_device(
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+    ) -> list[torch.Tensor]:
+        headers = self._load.headers(self.host.buffer, pages)
+        checks = checks_of(headers, self.seal, labels)
+        flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
+        index = copy_triton.device_pages(self._kv, slots)
+        self._load(index, self.host.buffer, pages, headers, checks, flags, landed)
+        return [flags]
+
+
+class DirectBackend:
+    """A few blocks read and write pinned host memory themselves."""
+
+    def __init__(self, kv: DeviceKV, host: HostPagePool, seal: Seal) -> None:
+        self.host = host
+        self.seal = seal
+        self._kv = copy_triton.prepare(kv)
+        copy_triton.warm_up(self._kv)
+
+    def to_host(
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, alter: Alter | None
+    ) -> torch.cuda.Event:
+        layout = self._kv.layout
+        # The kernel writes payload and checksums only, so the rest can be there before.
+        fixed = fixed_parts(labels, layout.geometry, self.seal.integrity)
+        objects = self.host.buffer.numpy().reshape(len(self.host.buffer), layout.groups, -1)
+        objects[pages, :, : FIXED.itemsize] = fixed
+        _, sealed = headers_on(slots.device, self.seal, labels)
+        index = copy_triton.device_pages(self._kv, slots)
+        copy_triton.gather(self._kv, index, self.host.buffer, upload(pages, slots.device), sealed)
+        if alter is not None:
+            torch.cuda.current_stream(slots.device).synchronize()
+            rows = self.host.buffer[pages]
+            alter(rows, pages)
+            self.host.buffer[pages] = rows
+        return recorded()
+
+    def to_device(
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+    ) -> list[torch.Tensor]:
+        layout = self._kv.layout
+        rows = upload(pages, slots.device)
+        shape = (len(pages), layout.groups, tables.header_words(layout))
+        headers = torch.empty(shape, dtype=torch.int64, device=slots.device)
+        kernels.headers(self._kv, self.host.buffer, rows, headers, copy_triton.DIRECT_TO_DEVICE)
+        checks = checks_of(headers.view(torch.uint8), self.seal, labels)
+        flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
+        index = copy_triton.device_pages(self._kv, slots)
+        copy = copy_triton.scatter(self._kv, self.host.buffer, rows, index, checks, flags)
+        for first in range(0, layout.layers, copy_triton.DIRECT_LAYERS):
+            some = range(first, min(first + copy_triton.DIRECT_LAYERS, layout.layers))
+            copy(some)
+            landed(some)
+        return [flags]
+
+
+def checks_of(headers: torch.Tensor, seal: Seal, labels: Labels) -> torch.Tensor:
+    """What the kernels are to do with each page, uint8 ``[n]``; ``headers``: uint8 ``[n, groups, bytes]``."""
+    fixed, sealed = headers_on(headers.device, seal, labels)
+    sound = (headers[:, :, : FIXED.itemsize] == fixed).flatten(1).all(1)
+    return torch.where(sound, sealed.to(torch.uint8) * tables.SEALED, tables.REFUSED).to(torch.uint8)

@@ -205,9 +205,8 @@ class TieredRadixTree:
         assert 0 < length < len(node) and length % self.page_size == 0
         parent = node.parent
         assert parent is not None
-        upper = Node(
-            self._new_id(), parent, node.scope, node.tokens[:length].copy(), node.stamp, node.start, key=node.key
-        )
+        head = node.tokens[:length].copy()
+        upper = Node(self._new_id(), parent, node.scope, head, node.stamp, node.start, key=node.key)
         upper.doubt = node.doubt
         pages = length // self.page_size
         if node.identities is not None:

@@ -12,7 +12,8 @@ import torch
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Integrity
-from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.policy.make import make_policy
 from hicache_ext.core.tick import Reduce
 from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, check_patches, settings_of
 from hicache_ext.integration.namespace import WeightVersions, namespace_of
@@ -111,7 +112,13 @@ def _build(ctx: Any, settings: Settings) -> Any:
             evict_granule=granule,
             backup_limit=settings.backup_limit,
         ),
-        TierAwareLru(),
+        make_policy(
+            settings.eviction_policy,
+            device_tokens=allocator.size,
+            host_tokens=pages * params.page_size,
+            page_size=params.page_size,
+            costs=CostModel(),
+        ),
         SlotPool(allocator),
         engine,
         namespace=versions.digest(),

@@ -86,7 +86,7 @@ class Metrics:
         self._count(self._evicted, stats.evicted_device, tier="device")
         self._count(self._evicted, stats.evicted_host, tier="host")
         self._count(self._lost, stats.evicted_lost)
-        self._count(self._declined, stats.backup_declined, direction="device_to_host")
+        self._count(self._declined, stats.backup_declined + stats.backup_refused, direction="device_to_host")
         self._count(self._declined, stats.load_declined, direction="host_to_device")
         self._count(self._failed, counts.failed_backups * page)
         for reason in Reason:

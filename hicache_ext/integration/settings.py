@@ -10,6 +10,7 @@ from typing import Any
 
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
+from hicache_ext.core.policy.make import NAMES as POLICIES
 from hicache_ext.transfer.choices import CopyBackendName, parse_plan
 
 GB = 1_000_000_000
@@ -34,6 +35,8 @@ class Settings:
     """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
     copy_backend: str = CopyBackendName.AUTO.value
     """``auto``, ``staged``, ``triton`` or ``torch``; see ``transfer.backends``."""
+    eviction_policy: str = "lru"
+    """One of ``core.policy.make.NAMES``: what leaves a tier first, and what a full host takes."""
     evict_granule: int = 512
     """Tokens: longer runs are evicted in parts of about this length."""
     backup_limit: int = 65536
@@ -68,6 +71,7 @@ _EXPECTED = {
     "integrity": f"string, one of {', '.join(Integrity)}",
     "inject_faults": "string like tier=host,rate=0.01",
     "copy_backend": f"string, one of {', '.join(CopyBackendName)}",
+    "eviction_policy": f"string, one of {', '.join(POLICIES)}",
     "evict_granule": "positive whole number",
     "backup_limit": "positive whole number",
     "metrics_interval": "positive number",
@@ -94,6 +98,8 @@ def _fits(key: str, value: Any) -> bool:
         return value in list(Integrity)
     if key == "copy_backend":
         return value in list(CopyBackendName)
+    if key == "eviction_policy":
+        return value in POLICIES
     if key == "inject_faults":
         return isinstance(value, str)
     if key in ("host_gb", "metrics_interval"):

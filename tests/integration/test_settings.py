@@ -53,6 +53,7 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
     integrity = "sample"
     inject_faults = "tier=host,rate=0.5"
     copy_backend = "torch"
+    eviction_policy = "cost"
     evict_granule = 64
     backup_limit = 1024
     metrics_interval = 1
@@ -65,6 +66,7 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
         integrity="sample",
         inject_faults="tier=host,rate=0.5",
         copy_backend="torch",
+        eviction_policy="cost",
         evict_granule=64,
         backup_limit=1024,
         metrics_interval=1,
@@ -121,6 +123,7 @@ def test_a_table_is_an_unknown_key(tmp_path: Path) -> None:
             for v in ('"cuda"', '""', "true", '["torch"]')
         ],
         *[("inject_faults", v, "string like tier=host,rate=0.01") for v in ("true", "0.1", '["tier=host"]')],
+        *[("eviction_policy", v, "string, one of lru, lfu") for v in ("1", '"best"', "true")],
         *[("evict_granule", v, "positive whole number") for v in ("0", "-1", "1.0", "true", "nan", '"1"')],
         *[("backup_limit", v, "positive whole number") for v in ("0", "1e3", "inf", "false")],
         *[("metrics_interval", v, "positive number") for v in ("0", "0.0", "nan", "inf", "-0.1", '"1"')],

@@ -55,6 +55,7 @@ def test_disk_and_memory_in_one_run(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == [], "the benchmark left files behind"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
 def test_mooncake_with_a_master_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

@@ -123,7 +123,10 @@ def test_a_table_is_an_unknown_key(tmp_path: Path) -> None:
             for v in ('"cuda"', '""', "true", '["torch"]')
         ],
         *[("inject_faults", v, "string like tier=host,rate=0.01") for v in ("true", "0.1", '["tier=host"]')],
-        *[("eviction_policy", v, "string, one of lru, lfu") for v in ("1", '"best"', "true")],
+        *[
+            ("eviction_policy", v, "string, one of lru, lfu, slru, s3fifo, tlru, cost")
+            for v in ("1", '"best"', "true")
+        ],
         *[("evict_granule", v, "positive whole number") for v in ("0", "-1", "1.0", "true", "nan", '"1"')],
         *[("backup_limit", v, "positive whole number") for v in ("0", "1e3", "inf", "false")],
         *[("metrics_interval", v, "positive number") for v in ("0", "0.0", "nan", "inf", "-0.1", '"1"')],

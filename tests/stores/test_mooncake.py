@@ -24,7 +24,10 @@ from tests.stores.conftest import OBJECT_BYTES, OpenMooncake, missing_mooncake
 from tests.stores.mooncake_service import Master, Peer, free_port, freeze
 from tests.stores.util import NAMESPACE, aligned_buffer, content, fill, key, soon
 
-pytestmark = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
+pytestmark = [
+    pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake())),
+    pytest.mark.slow,
+]
 HEALING_S = 10.0
 """Within which a store must be back after its service is."""
 

@@ -24,6 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
 def test_it_prints_the_address_and_ends_what_it_started(tmp_path: Path) -> None:
     child = subprocess.Popen(

@@ -119,6 +119,7 @@ def test_the_header_holds_the_checksum_of_each_slab(
         assert table == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integrity", list(Integrity))
 def test_every_byte_counts_where_the_page_is_sealed(integrity: Integrity) -> None:
     """Header and payload of every group; what pads them is nobody's."""

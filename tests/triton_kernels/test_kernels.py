@@ -214,6 +214,7 @@ def test_same_bytes_as_the_reference(name: str) -> None:
     check(NAMED[name])
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,

@@ -60,6 +60,7 @@ def diff(rig: Rig, page: int) -> list[int]:
     return (rig.rows[page] != rig.before[page]).nonzero().flatten().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, NARROW_V, MLA], ids=["mha", "narrow-v", "mla"])
 @pytest.mark.parametrize("tier", list(FaultTier))
 @pytest.mark.parametrize("kind", list(FaultKind))

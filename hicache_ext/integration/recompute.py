@@ -7,12 +7,9 @@ they are marked at once, and go back to the queue when no result of theirs is ou
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from hicache_ext.core.residency import Doubt
-
-logger = logging.getLogger(__name__)
 
 
 class Recompute:

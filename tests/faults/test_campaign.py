@@ -22,7 +22,6 @@ PAGE = 16
 WHOLE = 10_000
 CASES = {
     "host": ("host", 0.05, ()),
-    "transfer": ("transfer", 0.05, ()),
     "host, write-back, chunked": (
         "host",
         0.05,
@@ -30,7 +29,7 @@ CASES = {
     ),
     "transfer, mixed chunks, no overlap": (
         "transfer",
-        0.05,
+        0.15,
         ("--chunked-prefill-size", "192", "--enable-mixed-chunk", "--disable-overlap-schedule"),
     ),
     "host, TP 2": ("host", 0.03, ("--tp", "2")),
@@ -105,7 +104,7 @@ def test_kind_corrupt_page_from_a_lower_tier(
     tier, rate, flags = CASES[case]
     plan = f"tier={tier},rate={rate},seed=1"
     with start(tiny_model(tmp_path_factory), tmp_path, *flags, "--hicache-ext-inject-faults", plan) as server:
-        for attempt in range(3):
+        for attempt in range(2):
             # What is damaged on the way is damaged once: write all pages again.
             server.flush()
             assert_same(play(server, 0), expected, f"pass {attempt}")

@@ -60,9 +60,9 @@ CASES = {
     ),
     "config-not-text": Case("--hicache-ext-config {tmp}/bytes.toml", ("bytes.toml", "cannot read")),
     "unpatched": Case("", ("are as released", "`hicache-ext patch apply`"), sglang="unpatched"),
-    "flags-missing": Case("", ("2 of 3 files", "`hicache-ext patch apply`"), sglang="no-flags"),
-    "scheduler-missing": Case("", ("2 of 3 files", "`hicache-ext patch apply`"), sglang="no-scheduler"),
-    "startup-missing": Case("", ("2 of 3 files", "`hicache-ext patch apply`"), sglang="no-startup"),
+    "flags-missing": Case("", ("2 of 4 files", "`hicache-ext patch apply`"), sglang="no-flags"),
+    "scheduler-missing": Case("", ("2 of 4 files", "`hicache-ext patch apply`"), sglang="no-scheduler"),
+    "startup-missing": Case("", ("2 of 4 files", "`hicache-ext patch apply`"), sglang="no-startup"),
     "edited": Case("", ("edited elsewhere", "reinstall SGLang"), sglang="edited"),
 }
 
@@ -212,6 +212,9 @@ def test_help_explains_every_flag() -> None:
         "--enable-hicache-ext": "Extend the prefix cache from device memory to host memory",
         "--hicache-ext-host-gb": "Host memory in GB",
         "--hicache-ext-write-policy": "When hicache-ext copies a page to host memory",
+        "--hicache-ext-integrity": "How many pages hicache-ext checks",
+        "--hicache-ext-copy-backend": "What moves KV pages of hicache-ext",
+        "--hicache-ext-inject-faults": "Damage KV pages on purpose",
         "--hicache-ext-config": "TOML file with the settings of hicache-ext",
     }.items():
         assert f"  {flag}" in done.stdout

@@ -11,10 +11,8 @@ from typing import Any
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
 from hicache_ext.core.policy.make import NAMES as POLICIES
+from hicache_ext.stores.base import GB as GB
 from hicache_ext.transfer.choices import CopyBackendName, parse_plan
-
-GB = 1_000_000_000
-"""Bytes; what the settings and messages call a GB."""
 
 
 class SettingsError(ValueError):

@@ -24,8 +24,6 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 Rows = Sequence[int] | npt.NDArray[np.integer]
 
-NAMESPACE_BYTES = 32
-IDENTITY_BYTES = 16
 OBJECT_MULTIPLE = 512
 GB = 1_000_000_000
 """Bytes; what the settings and messages call a GB."""

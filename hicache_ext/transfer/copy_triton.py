@@ -21,6 +21,7 @@ from hicache_ext.transfer import copy_engine
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.host_pool import runs
 from hicache_ext.transfer.layout import PageLayout
+from hicache_ext.transfer.seal import upload
 from hicache_ext.triton_kernels import kernels, tables
 from hicache_ext.triton_kernels.kernels import Bound, Tuning
 from hicache_ext.triton_kernels.tables import PagedKV
@@ -218,7 +219,7 @@ class StagedLoad:
         shape = (len(pages), layout.groups, tables.header_words(layout))
         found = torch.empty(shape, dtype=torch.int64, device=self._kv.kv.device)
         if len(runs(pages)) > MOST_HEADER_COPIES:
-            index = _to_device(pages, found.device)
+            index = upload(pages, found.device)
             kernels.headers(self._kv, host, index, found, DIRECT_TO_DEVICE)
         else:
             copy_engine.read_headers(layout, host, pages, found)
@@ -243,7 +244,7 @@ class StagedLoad:
         """
         layout = self._kv.layout
         if _is_scattered(layout, pages, self.strips):
-            copy = scatter(self._kv, host, _to_device(pages, headers.device), slots, checks, flags)
+            copy = scatter(self._kv, host, upload(pages, headers.device), slots, checks, flags)
             for some in _parts(layout.layers, DIRECT_LAYERS):
                 copy(range(some.start, some.stop))
                 landed(range(some.start, some.stop))
@@ -343,12 +344,6 @@ class _Ring:
     def event(self) -> torch.cuda.Event | None:
         """Passes after all copies so far."""
         return None if self.copies is None else self.copies.record_event()
-
-
-def _to_device(pages: np.ndarray, device: torch.device) -> torch.Tensor:
-    """From pinned memory: a copy of pageable memory would wait for the stream."""
-    index = torch.from_numpy(pages)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
 
 def _is_scattered(layout: PageLayout, pages: np.ndarray, layers: list[range]) -> bool:

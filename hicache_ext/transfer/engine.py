@@ -91,15 +91,24 @@ def make_engine(
     return ThreadEngine(kv, host, seal, faults)
 
 
-def refuse(engine: Engine, reason: Reason, identity: np.ndarray) -> None:
-    """Count a page that did not verify, and say so once."""
-    engine.counts.refused[reason] += 1
-    if engine.announces:
-        logger.warning(
-            "hicache-ext: page %s on the host did not verify (%s); it is removed and computed again",
-            identity.tobytes().hex(),
-            reason,
-        )
+def refuse(engine: ThreadEngine | StreamEngine, pages: np.ndarray, labels: Labels, bad: list[int]) -> None:
+    """Count pages that did not verify, ``bad`` of ``pages``, and say so once each."""
+    for index in bad:
+        reason = engine.seal.reason(engine.host.buffer[int(pages[index])], labels, index)
+        engine.counts.refused[reason] += 1
+        if engine.announces:
+            logger.warning(
+                "hicache-ext: page %s on the host did not verify (%s); it is removed and computed again",
+                labels.identities[index].tobytes().hex(),
+                reason,
+            )
+
+
+def void(engine: ThreadEngine | StreamEngine, pages: np.ndarray) -> None:
+    """Count pages whose backup failed, and make sure that they do not verify."""
+    engine.counts.failed_backups += len(pages)
+    for page in pages.tolist():
+        engine.seal.void(engine.host.buffer[page : page + 1])
 
 
 class ThreadEngine:
@@ -157,9 +166,7 @@ class ThreadEngine:
             self.counts.bytes_to_host += len(pages) * layout.payload_bytes
         except Exception:
             logger.exception("hicache-ext: backup %d of %d pages failed", seq, len(pages))
-            self.counts.failed_backups += len(pages)
-            for page in pages.tolist():
-                self.seal.void(self.host.buffer[page : page + 1])
+            void(self, pages)
         self.backups.post(seq)
 
     def _load(self, seq: int, pages: np.ndarray, slots: torch.Tensor, labels: Labels) -> None:
@@ -197,9 +204,7 @@ class ThreadEngine:
             first = int(pages[start])
             rows = self.host.buffer[first : first + stop - start]
             sound[start:stop] = self.seal.verify(rows, labels[start:stop])
-        for index in (~sound).nonzero().flatten().tolist():
-            reason = self.seal.reason(self.host.buffer[int(pages[index])], labels, index)
-            refuse(self, reason, labels.identities[index])
+        refuse(self, pages, labels, (~sound).nonzero().flatten().tolist())
         return sound
 
 
@@ -254,11 +259,9 @@ class StreamEngine:
                 self.counts.bytes_to_host += len(pages) * self.kv.layout.payload_bytes
             except Exception:
                 logger.exception("hicache-ext: backup %d of %d pages failed", seq, len(pages))
-                self.counts.failed_backups += len(pages)
                 # What was queued before the error must not make a header whole again.
                 torch.cuda.synchronize(self.kv.device)
-                for page in pages.tolist():
-                    self.seal.void(self.host.buffer[page : page + 1])
+                void(self, pages)
                 ended = recorded()
             self._backups.append((seq, ended))
 
@@ -311,9 +314,7 @@ class StreamEngine:
             return
         bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
         self.counts.bytes_to_device += (len(load.pages) - len(bad)) * self.kv.layout.payload_bytes
-        for index in bad:
-            reason = self.seal.reason(self.host.buffer[int(load.pages[index])], load.labels, index)
-            refuse(self, reason, load.labels.identities[index])
+        refuse(self, load.pages, load.labels, bad)
         self.loads.post(load.seq, bad[0] if bad else None)
 
     def _hand_over(self, slots: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Seal:
     def reason(self, row: torch.Tensor, labels: Labels, index: int) -> Reason:
         """Why row ``index`` did not verify; ``row`` is on the CPU."""
         found = self._objects(row[None])[0, :, : FIXED.itemsize].contiguous().numpy()
-        one = Labels(labels.identities[index : index + 1], labels.namespace, labels.epoch)
+        one = labels[index : index + 1]
         return diagnose(found, fixed_parts(one, self.layout.geometry, self.integrity)[0])
 
     def void(self, rows: torch.Tensor) -> None:

@@ -400,8 +400,11 @@ def settle(rig: Rig) -> None:
     """Let every transfer finish and be applied."""
     for _ in range(100):
         rig.cache.flush_backups()
+        rig.cache.flush_writes()
         rig.cache.start_loads()
         rig.transfers.drain()
+        if rig.stores is not None:
+            rig.stores.run_all()
         rig.cache.tick()
         if not rig.cache.pending():
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 STORE = "remote"
 """The name under which the planner knows all stores together."""
@@ -34,19 +34,20 @@ class Speeds(Protocol):
 
 
 class Planner(Protocol):
-    """Called from any thread. See ``core.planner.Planner`` for what the calls mean."""
+    """Called from any thread. See ``core.planner.Planner`` for what the calls mean; the plans that it gets back
+    are its own."""
 
     @property
     def speeds(self) -> Speeds: ...
 
     def plan_lookup(self, store: str, start: int, tokens: int, now: float) -> LookupPlan: ...
 
-    def looked_up(self, plan: LookupPlan, pages: int, now: float, *, answered: bool) -> None: ...
+    def looked_up(self, plan: Any, pages: int, now: float, *, answered: bool) -> None: ...
 
     def plan_fetch(
         self, store: str, start: int, pages: int, now: float, *, since: float | None
     ) -> FetchPlan: ...
 
-    def arrived(self, plan: FetchPlan, pages: int, now: float) -> None: ...
+    def arrived(self, plan: Any, pages: int, now: float) -> None: ...
 
-    def ended(self, plan: FetchPlan, pages: int, now: float) -> None: ...
+    def ended(self, plan: Any, pages: int, now: float) -> None: ...

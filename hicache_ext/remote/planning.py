@@ -34,8 +34,7 @@ class Speeds(Protocol):
 
 
 class Planner(Protocol):
-    """Called from any thread. See ``core.planner.Planner`` for what the calls mean; the plans that it gets back
-    are its own."""
+    """Called from any thread. See ``core.planner.Planner`` for what the calls mean."""
 
     @property
     def speeds(self) -> Speeds: ...

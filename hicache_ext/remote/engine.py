@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from hicache_ext.transfer.layout import PageLayout
 from hicache_ext.transfer.seal import Seal
 
 TRIAL_BYTES = 4 << 20
+_CLOSE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -162,19 +164,22 @@ class RemoteEngine:
             return
         self._closed = True
         self._alarms.close()
-        closers = [
-            threading.Thread(target=part.close, args=(1.0,), daemon=True)
-            for part in (self._epochs, self._lookups, self._trials, self._fetches, self._writes)
-        ]
-        for closer in closers:
-            closer.start()
-        end = time.monotonic() + 2.0
-        for closer in closers:
-            closer.join(max(0.0, end - time.monotonic()))
-        self._stack.close()
+        parts = (self._epochs, self._lookups, self._trials, self._fetches, self._writes)
+        _side_by_side([partial(part.close, 1.0) for part in parts], 2.0)
+        # A store that takes longer goes on, and keeps the pool's memory.
+        _side_by_side([self._stack.close], _CLOSE_S)
 
     def _ready(self) -> bool:
         return any(
             store.breaker.state is State.CLOSED and self._epochs.asked(index)
             for index, store in enumerate(self._guarded)
         )
+
+
+def _side_by_side(calls: Sequence[Callable[[], object]], timeout: float) -> None:
+    threads = [threading.Thread(target=call, name="remote close", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))

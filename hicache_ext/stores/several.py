@@ -44,6 +44,7 @@ class Several:
         """Numbers from ``len(stores)`` on stand for calls that have not returned by their deadline."""
         self._name = name
         self._orphan_s = orphan_s
+        self._closed = False
         self._quiet_since: list[float | None] = [None] * len(stores)
         self._workers = Workers(name, threads) if len(stores) > 1 else None
 
@@ -56,6 +57,8 @@ class Several:
         deadline: float,
     ) -> list[Outcome]:
         """One outcome a share. Without ``rows`` the call moves no bytes."""
+        if self._closed:
+            return [nothing(len(share.positions), down=True) for share in shares]
         calls = [partial(self._call, share, ask, keys, rows, deadline) for share in shares]
         if len(calls) == 1 or self._workers is None:
             return [call() for call in calls]
@@ -75,6 +78,8 @@ class Several:
                 logger.exception("hicache-ext: a store of the %s failed", self._name)
                 return False
 
+        if self._closed:
+            return [False] * len(which)
         if len(which) <= 1 or self._workers is None:
             return [answer(index) for index in which]
         parts = self._workers.run(answer, list(which), deadline + _LATENESS_S)
@@ -92,7 +97,8 @@ class Several:
         return self.held.released()
 
     def close(self) -> None:
-        """The stores side by side."""
+        """The stores side by side; idempotent."""
+        self._closed = True
         closers = [threading.Thread(target=store.close, daemon=True) for store in self.stores]
         for closer in closers:
             closer.start()

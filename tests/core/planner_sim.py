@@ -34,6 +34,8 @@ class World:
     bandwidth: Callable[[float], float]
     """Of the store over time; 0: it does not answer."""
     call_timeout: float = 0.5
+    lookups_always: bool = False
+    """Whether lookups are answered even when nothing can be fetched."""
 
 
 def prompts(
@@ -167,7 +169,7 @@ class Simulation:
     def _call(self, nbytes: int) -> float:
         """When a call made now ends; a transfer that nobody waits for any more still takes its time."""
         if not self._bandwidth():
-            return math.inf
+            return math.inf if nbytes or not self.world.lookups_always else self.now + self.world.latency
         begin = max(self.now, self._store_free) if nbytes else self.now
         end = begin + self.world.latency + nbytes / self._bandwidth()
         if nbytes:

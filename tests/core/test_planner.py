@@ -100,7 +100,7 @@ def test_a_request_waits_at_most_its_allowance_longer_than_recomputation_takes(
     if not plan.wait:
         return
     assert now < plan.deadline <= 1.0 + max(ahead, SETTINGS.max_loss, SETTINGS.loss_share * computed) + 1e-9
-    assert plan.deadline <= 1.0 + max(ahead, SETTINGS.max_loss) + 1e-9
+    assert plan.deadline <= 1.0 + max(ahead, 0.08), "an outage may cost 100 ms, a scheduler step included"
     done = 0
     for count in arrivals:
         now, before, done = now + 0.001, plan.deadline, min(done + count, plan.pages)
@@ -189,6 +189,7 @@ def test_a_store_that_brings_nothing_is_left_alone_for_longer_and_longer() -> No
             assert plan.wait
             p.ended(plan, 0, now + 0.01)
         fast(now + 0.01)
+        assert not p.plan_fetch("store", 0, 50, now + 0.02).wait
         again = next(
             t for t in (now + 0.25 * i for i in range(400)) if p.plan_lookup("store", 0, 4096, t).deadline > t
         )
@@ -301,10 +302,11 @@ def simulate(
     latency: float = 5e-4,
     share: float = 0.9,
     count: int = 300,
+    answers: bool = False,
 ) -> tuple[Simulation, Simulation]:
     """The same load without and with the store; ``prior``: how far the measurement at start is off."""
     true, page, page_bytes, load, lengths = SERVERS[server]
-    world = World(true, page, page_bytes, load, latency, bandwidth)
+    world = World(true, page, page_bytes, load, latency, bandwidth, lookups_always=answers)
     requests = prompts(1, count, lengths, world, busy=busy, share=share)
     speeds = Speeds(CostModel(true.token * prior, true.depth * prior), ["store"], load_bandwidth=load)
     with_store = Simulation(world, Planner(speeds, page, page_bytes))
@@ -333,11 +335,17 @@ def test_kind_slower_than_no_cache_with_a_store_that_never_has_anything(server: 
 
 
 @every_server
-def test_kind_slower_than_no_cache_in_an_outage(server: str) -> None:
-    for answers in (lambda now: 0.0, lambda now: 0.0 if 10 < now < 40 else FAST):
-        without, store = simulate(server, answers)
-        assert np.quantile(added(without, store), 0.99) <= 0.1
-        assert store.mean() <= 1.02 * without.mean()
+@pytest.mark.parametrize("lookups", [False, True], ids=["silent", "lookups answered"])
+def test_kind_slower_than_no_cache_in_an_outage(server: str, lookups: bool) -> None:
+    for begin in (0, 10):
+
+        def bandwidth(now: float, begin: int = begin) -> float:
+            return 0.0 if begin < now < 40 else FAST
+
+        without, store = simulate(server, bandwidth, answers=lookups)
+        during = np.array([begin < prompt.arrival < 40 for prompt in without.ttft])
+        assert np.quantile(added(without, store)[during], 0.99) <= 0.1
+        assert store.mean(begin, 40) <= 1.02 * without.mean(begin, 40)
 
 
 @every_server

@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.remote.rig import Rig
+from tests.stores.conftest import mooncake_master
+
+__all__ = ["mooncake_master"]
 
 MakeRig = Callable[..., Rig]
 

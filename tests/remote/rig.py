@@ -72,6 +72,9 @@ class EagerPlanner:
     def speeds(self) -> EagerPlanner:
         return self
 
+    def observed_fetch(self, store: str, nbytes: int, seconds: float, now: float) -> None:
+        pass
+
     def fetch_began(self, store: str, now: float) -> None:
         self.running += 1
 
@@ -131,7 +134,7 @@ class Rig:
         self.seal = Seal(self.layout, integrity)
         self.planner = planner or EagerPlanner()
         if make is None:
-            settings = settings or RemoteSettings(write_share=1.0, epoch_interval=0.02)
+            settings = settings or RemoteSettings(probe=False, write_share=1.0, epoch_interval=0.02)
             flags = writes or [True] * len(stores)
             places = [
                 Place(GuardedStore(store, f"store {i}", CircuitBreaker(breaker)), flag)
@@ -156,7 +159,7 @@ class Rig:
 
     def lookup(self, tokens: np.ndarray, epoch: int = 0) -> int:
         seq = self.number(self.engine.lookups)
-        self.engine.lookup(seq, Query(PARENT, tokens, 0, NAMESPACE, epoch))
+        self.engine.lookup(seq, Query(PARENT, tokens, 0, 0, NAMESPACE, epoch))
         return seq
 
     def found(self, tokens: np.ndarray, epoch: int = 0) -> tuple[int, int]:

@@ -194,6 +194,6 @@ def test_close_is_quick_and_may_be_repeated(rig_of: MakeRig) -> None:
     rig.engine.close()
     assert time.monotonic() - begin < 10
     # Later calls do no harm.
-    rig.engine.lookup(1, Query(PARENT, prompt(1), 0, NAMESPACE, 0))
+    rig.engine.lookup(1, Query(PARENT, prompt(1), 0, 0, NAMESPACE, 0))
     rig.engine.end(1)
     rig.engine.write(2, np.array([0]), Labels(labels_of(prompt(1)).identities, NAMESPACE, 0))

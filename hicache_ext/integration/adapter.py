@@ -43,6 +43,9 @@ from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 
 
+_YIELD_S = 0.0005
+
+
 class Origin(NamedTuple):
     """What a request's pages were computed for."""
 
@@ -78,6 +81,7 @@ class HicacheExtCache(BasePrefixCache):
         self._versions = versions
         self._adapters = Adapters()
         self._flush_asked = False
+        self._worked = False
         self._prefills = None if stores is None else PrefillClock(stores.planner)
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
@@ -188,6 +192,7 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
+        self._worked = True
         if self._prefills is not None:
             self._prefills.result(batch)
         self.cache.settle_loads(batch.hicache_consumer_index)
@@ -251,6 +256,10 @@ class HicacheExtCache(BasePrefixCache):
     # Once per scheduler step
 
     def check_hicache_events(self) -> None:
+        if not self._worked and self.cache.fetching():
+            # An idle scheduler spins, and would keep Python from the threads that it waits for.
+            time.sleep(_YIELD_S)
+        self._worked = False
         start = time.perf_counter()
         if self._prefills is not None:
             self._prefills.step()

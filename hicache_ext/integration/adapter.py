@@ -42,7 +42,6 @@ from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 
-
 _YIELD_S = 0.0005
 
 

@@ -43,6 +43,8 @@ class RemoteSettings:
     """Seconds for one call, 8 MB at most."""
     epoch_interval: float = 1.0
     """Seconds between two looks for a higher epoch."""
+    probe: bool = True
+    """Measure the stores when they are first used."""
     orphan_s: float = ORPHAN_S
     """See ``stores.several``."""
 
@@ -110,7 +112,13 @@ class RemoteEngine:
             settling=Settling(self._stack, self._alarms),
             ready=self._ready,
         )
-        self._epochs = EpochWatch(self._stack, rows, int(rows.scratch[0]), settings.epoch_interval)
+        self._epochs = EpochWatch(
+            self._stack,
+            rows,
+            int(rows.scratch[0]),
+            settings.epoch_interval,
+            self._probe if settings.probe else None,
+        )
         self._trials = Trials(context, rows.scratch[1:])
         self._lookups = Lookups(context, self.lookups, self._trials, pool.layout.page_size)
         self._fetches = Fetches(context, self.arrivals, self.settled)
@@ -168,6 +176,9 @@ class RemoteEngine:
         _side_by_side([partial(part.close, 1.0) for part in parts], 2.0)
         # A store that takes longer goes on, and keeps the pool's memory.
         _side_by_side([self._stack.close], _CLOSE_S)
+
+    def _probe(self, namespace: bytes, epoch: int) -> None:
+        self._trials.probe(namespace, epoch)
 
     def _ready(self) -> bool:
         return any(

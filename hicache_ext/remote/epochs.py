@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -31,8 +32,17 @@ class EpochWatch:
     server missed must not be undone by what such a store still holds.
     """
 
-    def __init__(self, stack: StackedStore, rows: HostRows, page: int, interval: float = _INTERVAL_S) -> None:
-        """``page`` is the scratch page that marks are written from."""
+    def __init__(
+        self,
+        stack: StackedStore,
+        rows: HostRows,
+        page: int,
+        interval: float = _INTERVAL_S,
+        first_learned: Callable[[bytes, int], None] | None = None,
+    ) -> None:
+        """``page`` is the scratch page that marks are written from; ``first_learned`` is called once, on this
+        thread, with a namespace and its epoch."""
+        self._first_learned = first_learned
         self._stack = stack
         self._row = int(rows.rows(np.array([page]))[0])
         self._bytes = rows.buffer[self._row]
@@ -108,9 +118,13 @@ class EpochWatch:
                     return False
                 self._epoch = max(self._epoch, found)
                 self._asked[part.value] = True
+                epoch = self._epoch
                 if missing and self._epoch == found:
                     wanted, where = self._due.get(namespace, (0, set()))
                     self._due[namespace] = (found, (where if wanted == found else set()) | {part.value})
+        if self._first_learned is not None and any(self._asked):
+            self._first_learned(namespace, epoch)
+            self._first_learned = None
         return all(self._asked)
 
     def _look_into(

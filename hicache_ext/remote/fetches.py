@@ -48,7 +48,7 @@ class Window:
 
 
 class Fetches:
-    """A window is read call by call; while one call is under way, what the one before brought is verified."""
+    """A window is read and verified call by call."""
 
     def __init__(self, context: Context, arrivals: ResultQueue, settled: ResultQueue) -> None:
         self._context = context
@@ -57,7 +57,6 @@ class Fetches:
         self._lock = threading.Lock()
         self._active = 0
         self._pool = Workers("remote fetch", _THREADS)
-        self._verifiers = Workers("remote verify", _THREADS)
         self._removers = Workers("remote remove", 1)
 
     @property
@@ -90,7 +89,7 @@ class Fetches:
 
     def close(self, timeout: float) -> None:
         end = time.monotonic() + timeout
-        for pool in (self._pool, self._verifiers, self._removers):
+        for pool in (self._pool, self._removers):
             pool.close(max(0.0, end - time.monotonic()))
 
     # On the fetch threads
@@ -106,40 +105,32 @@ class Fetches:
 
     def _read(self, window: Window) -> None:
         size = max(1, min(window.plan.window, _CALL_BYTES // self._context.rows.page_bytes))
-        checking: Job[bool] | None = None
+        for part in parts(len(window.pages), size):
+            if not window.wanted() or not self._bring(window, part):
+                return
+
+    def _bring(self, window: Window, part: slice) -> bool:
+        """Read some pages and verify them; whether all are good. To verify is part of what a fetch takes."""
+        context = self._context
+        context.planner.speeds.fetch_began(STORE, time.monotonic())
+        got = 0
         try:
-            for part in parts(len(window.pages), size):
-                if not window.wanted():
-                    return
-                got = self._get(window, part)
-                # What is being verified counts as arrived here, or the deadline of the next call, which
-                # arrivals extend, would be too early for it. If it does not verify there is no next call.
-                now = time.monotonic()
-                self._context.planner.arrived(window.plan, window.before + part.start + got, now)
-                if checking is not None and not checking.future.result():
-                    return
-                new = slice(part.start, part.start + got)
-                checking = self._verifiers.submit(partial(self._verify, window, new)) if got else None
-                if got < part.stop - part.start:
-                    return
+            got = self._get(window, part)
+            whole = self._verify(window, slice(part.start, part.start + got))
         finally:
-            if checking is not None:
-                checking.future.result()
+            now = time.monotonic()
+            context.planner.speeds.fetch_ended(STORE, got * context.rows.page_bytes, now)
+        context.planner.arrived(window.plan, window.before + window.good, now)
+        return whole and got == part.stop - part.start
 
     def _get(self, window: Window, part: slice) -> int:
         """Read some pages; how many of the first are there."""
         context = self._context
         keys, rows = context.rows.keys(window.labels[part]), context.rows.rows(window.pages[part])
         begin = time.monotonic()
-        context.planner.speeds.fetch_began(STORE, begin)
-        nbytes = 0
-        try:
-            outcome = context.stack.get(keys, rows, window.plan.deadline)
-            nbytes = int(outcome.ok.sum()) * context.rows.geometry.object_bytes
-        finally:
-            end = time.monotonic()
-            context.planner.speeds.fetch_ended(STORE, nbytes, end)
-            context.stats.count(bytes_read=nbytes, read_seconds=end - begin)
+        outcome = context.stack.get(keys, rows, window.plan.deadline)
+        nbytes = int(outcome.ok.sum()) * context.rows.geometry.object_bytes
+        context.stats.count(bytes_read=nbytes, read_seconds=time.monotonic() - begin)
         window.lookup.judged = True
         return leading(context.rows.whole(outcome.ok & ~outcome.held))
 

@@ -102,8 +102,8 @@ class Lookups:
         lookup = self._known[seq] = Lookup(query, Answer(self._queue, seq))
         now = time.monotonic()
         asked = None
-        tokens = len(query.tokens) - query.skip * self._page_size
-        if tokens >= self._page_size and context.ready():
+        if len(query.tokens) > query.skip * self._page_size and context.ready():
+            tokens = len(query.tokens) - query.skip * self._page_size
             asked = context.planner.plan_lookup(STORE, query.start, tokens, now)
         waits = asked is not None and asked.deadline > asked.started
         context.stats.count(lookups=1, lookups_skipped=not waits)
@@ -176,21 +176,20 @@ class Lookups:
         """The identities of the leading pages that are there, and whether a store answered."""
         context, query = self._context, lookup.query
         parent, found, answered = query.parent, [_NONE], True
-        for part in _growing(len(query.tokens) // self._page_size):
+        for part in _growing(len(query.tokens) // self._page_size, query.skip):
             if (waits and lookup.answer.given) or time.monotonic() >= until:
                 break
             tokens = query.tokens[part.start * self._page_size : part.stop * self._page_size]
             made = page_identities(parent, tokens, self._page_size)
             parent = made[-1]
-            identities = np.frombuffer(b"".join(made), np.uint8).reshape(-1, IDENTITY_BYTES)
-            identities = identities[max(0, query.skip - part.start) :]
-            if not len(identities):
+            if part.stop <= query.skip:
                 continue
+            identities = np.frombuffer(b"".join(made), np.uint8).reshape(-1, IDENTITY_BYTES)
             keys = context.rows.keys(Labels(identities, query.namespace, query.epoch))
             outcome = context.stack.exists(keys, until)
             count = leading(context.rows.whole(outcome.ok))
             found.append(identities[:count])
-            if count < len(identities):
+            if count < len(made):
                 answered = not outcome.down
                 break
         return np.concatenate(found), answered
@@ -208,9 +207,12 @@ class Lookups:
             self._context.planner.looked_up(asked, 0, time.monotonic(), answered=False)
 
 
-def _growing(count: int) -> Iterator[slice]:
-    """``count`` in ever larger slices: most prompts that are not there end in the first."""
-    start, size = 0, _FIRST_PAGES
+def _growing(count: int, skip: int) -> Iterator[slice]:
+    """The first ``skip`` of ``count`` in slices of equal size, the others in ever larger ones: most prompts
+    that are not there end in the first of those."""
+    for start in range(0, skip, _MOST_PAGES):
+        yield slice(start, min(start + _MOST_PAGES, skip))
+    start, size = skip, _FIRST_PAGES
     while start < count:
         yield slice(start, min(start + size, count))
         start += size

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from hicache_ext.remote.engine import Place, RemoteEngine, RemoteSettings
 from hicache_ext.remote.planning import Planner
-from hicache_ext.stores.base import Store, StoreError
+from hicache_ext.stores.base import Store
 from hicache_ext.stores.breaker import GuardedStore
 from hicache_ext.stores.disk import DiskSettings
 from hicache_ext.stores.grouped import GroupedDiskStore, Placement
 from hicache_ext.stores.mooncake import MooncakeStore
-from hicache_ext.stores.urls import Settings, parse_store_url
+from hicache_ext.stores.urls import Settings, parse_urls
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layout import PageLayout
 from hicache_ext.transfer.seal import Seal
@@ -21,22 +21,6 @@ Wrap = Callable[[Store, str], Store]
 
 _MOONCAKE_THREADS = 8
 # Two fetches, a write and a trial must not keep a lookup waiting.
-
-
-def parse_urls(urls: Sequence[str]) -> list[Settings]:
-    """What some addresses ask for; touches neither disk nor network.
-
-    Raises:
-        StoreError: one line that names the part that is wrong and what it may be.
-    """
-    if not urls:
-        raise StoreError("the remote tier needs the address of a store, such as file:///PATH?size_gb=100")
-    settings = [parse_store_url(url) for url in urls]
-    places = [s.path if isinstance(s, DiskSettings) else s.master for s in settings]
-    for place in places:
-        if places.count(place) > 1:
-            raise StoreError(f"the store {place} is given twice")
-    return settings
 
 
 def open_remote(
@@ -49,6 +33,7 @@ def open_remote(
     total_groups: int | None = None,
     replica: int = 0,
     replicas: int = 1,
+    writes: bool = True,
     settings: RemoteSettings | None = None,
     wrap: Wrap | None = None,
 ) -> RemoteEngine:
@@ -58,7 +43,8 @@ def open_remote(
 
     Args:
         total_groups: head groups of the model, by default those of this rank.
-        replica: which copy of its groups this rank holds, of ``replicas``.
+        replica: which copy of its groups this rank holds, of ``replicas``; each has folders of its own.
+        writes: whether this rank writes to a shared service; False if another has the same pages.
         wrap: for tests: puts something around each store, given its name.
 
     Raises:
@@ -69,9 +55,9 @@ def open_remote(
     places: list[Place] = []
     try:
         for one in parse_urls(urls):
-            store, name, writes = _open(one, geometry.object_bytes, placement)
+            store, name = _open(one, geometry.object_bytes, placement)
             guarded = GuardedStore(wrap(store, name) if wrap is not None else store, name)
-            places.append(Place(guarded, writes))
+            places.append(Place(guarded, isinstance(one, DiskSettings) or writes))
     except BaseException:
         for place in places:
             place.store.close()
@@ -79,10 +65,10 @@ def open_remote(
     return RemoteEngine(places, pool, seal, planner, settings)
 
 
-def _open(settings: Settings, object_bytes: int, placement: Placement) -> tuple[Store, str, bool]:
+def _open(settings: Settings, object_bytes: int, placement: Placement) -> tuple[Store, str]:
     if isinstance(settings, DiskSettings):
-        return GroupedDiskStore(settings, object_bytes, placement), f"disk {settings.path}", True
+        return GroupedDiskStore(settings, object_bytes, placement), f"disk {settings.path}"
     # What the server gives to the store is given by its ranks together.
     settings = replace(settings, segment_gb=settings.segment_gb / placement.ranks)
     store = MooncakeStore(settings, object_bytes, _MOONCAKE_THREADS)
-    return store, f"Mooncake {settings.master}", placement.replica == 0
+    return store, f"Mooncake {settings.master}"

@@ -73,6 +73,9 @@ class EagerPlanner:
     def speeds(self) -> EagerPlanner:
         return self
 
+    def observed_fetch(self, store: str, nbytes: int, seconds: float, now: float) -> None:
+        pass
+
     def fetch_began(self, store: str, now: float) -> None:
         self.running += 1
 
@@ -136,7 +139,7 @@ class Rig:
         self.seal = Seal(self.layout, integrity)
         self.planner = planner or EagerPlanner()
         if make is None:
-            settings = settings or RemoteSettings(write_share=1.0, epoch_interval=0.02)
+            settings = settings or RemoteSettings(probe=False, write_share=1.0, epoch_interval=0.02)
             flags = writes or [True] * len(stores)
             places = [
                 Place(GuardedStore(store, f"store {i}", CircuitBreaker(breaker)), flag)

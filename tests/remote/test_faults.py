@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from tests.remote.rig import (
 LATE_S = 2.0
 """How much later than a deadline of tenths of a second an answer may be on a busy machine."""
 
+Quiet = partial(RemoteSettings, probe=False)
+
 
 def count_posts(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """(queue, job) to how often it was posted."""
@@ -53,7 +56,9 @@ def test_any_outcome_of_a_store_ends_every_job_once(
     rng = random.Random(seed)
     far = SharedMemoryStore()
     near, middle = Moody(SharedMemoryStore(), seed), Moody(far, seed + 100)
-    settings = RemoteSettings(write_share=1.0, write_timeout=0.1, epoch_interval=0.02, orphan_s=0.2)
+    settings = RemoteSettings(
+        probe=False, write_share=1.0, write_timeout=0.1, epoch_interval=0.02, orphan_s=0.2
+    )
     rig = rig_of(
         near,
         middle,
@@ -130,7 +135,7 @@ def test_any_outcome_of_a_store_ends_every_job_once(
 def test_a_call_that_does_not_return_delays_no_answer(rig_of: MakeRig, call: str) -> None:
     store = Stuck(SharedMemoryStore())
     planner = EagerPlanner(lookup_s=0.2, fetch_s=0.2)
-    rig = rig_of(store, planner=planner, settings=RemoteSettings(write_timeout=0.2, write_share=1.0))
+    rig = rig_of(store, planner=planner, settings=Quiet(write_timeout=0.2, write_share=1.0))
     labels = rig.store(prompt(1, 2, 3))
     store.calls = {call}
     if call == "put":
@@ -286,7 +291,7 @@ def test_kind_backend_down_is_a_miss_and_comes_back_by_itself(rig_of: MakeRig) -
 
 def test_kind_backend_down_of_one_store_leaves_the_other(rig_of: MakeRig) -> None:
     near, far = Down(SharedMemoryStore()), Stuck(SharedMemoryStore())
-    rig = rig_of(near, far, settings=RemoteSettings(write_timeout=0.2, epoch_interval=0.02))
+    rig = rig_of(near, far, settings=Quiet(write_timeout=0.2, epoch_interval=0.02))
     near.down = True
     labels = rig.store(prompt(1, 2, 3))
     seq, pages = rig.found(prompt(1, 2, 3))
@@ -315,7 +320,7 @@ def test_a_held_row_that_no_store_knows_of_is_free_after_a_while(rig_of: MakeRig
             return super().get(keys, rows, deadline)
 
     store = Raising(SharedMemoryStore())
-    rig = rig_of(store, settings=RemoteSettings(orphan_s=0.3, epoch_interval=0.02, write_share=1.0))
+    rig = rig_of(store, settings=Quiet(orphan_s=0.3, epoch_interval=0.02, write_share=1.0))
     labels = rig.store(prompt(1, 2))
     seq, _ = rig.found(prompt(1, 2))
     store.down = True

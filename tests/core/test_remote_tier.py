@@ -22,6 +22,7 @@ from tests.core.fakes import (
     assert_owned_once,
     content,
     device_len,
+    host_page,
     kv_of,
     make_rig,
     node_at,
@@ -678,6 +679,19 @@ def _split(rig: Rig) -> None:
     flush(rig)
 
 
+def _ask_again(rig: Rig) -> None:
+    _abort(rig)
+    rig.cache.want("a", SCOPE, LONG)
+
+
+def _compute(rig: Rig) -> None:
+    put(rig, LONG)
+
+
+def _compute_half(rig: Rig) -> None:
+    put(rig, LONG[: 3 * PAGE])
+
+
 def _other_prompt(rig: Rig) -> None:
     rig.cache.want("a", SCOPE, pages(60, 61))
     rig.cache.want("b", SCOPE, pages(60, 61))
@@ -685,12 +699,12 @@ def _other_prompt(rig: Rig) -> None:
 
 EVENTS: dict[str, Callable[[Rig], None]] = {
     "aborted": _abort,
-    "aborted and asked again": lambda rig: (_abort(rig), rig.cache.want("a", SCOPE, LONG)) and None,
+    "aborted and asked again": _ask_again,
     "asked for another prompt": _other_prompt,
     "one aborted": lambda rig: rig.cache.unwant("a"),
     "evicted": _evict,
-    "computed": lambda rig: put(rig, LONG) is None,
-    "computed in part": lambda rig: put(rig, LONG[: 3 * PAGE]) is None,
+    "computed": _compute,
+    "computed in part": _compute_half,
     "split": _split,
     "pool full": _full,
     "other weights": lambda rig: rig.cache.advance(bytes([9]) * 32),
@@ -764,7 +778,7 @@ def test_kind_request_gone_state_stays_below_a_damaged_page() -> None:
     settle(rig)
     rig.cache.want("a", SCOPE, tokens)
     look(rig)
-    rig.transfers.corrupt(int(node_at(rig, pages(1, 2)).pages[1]))
+    rig.transfers.corrupt(host_page(rig, pages(1, 2), 1))
     rig.cache.load(node_at(rig, pages(1, 2)))
     rig.cache.settle_loads(rig.cache.start_loads())
     assert cached(rig, tokens) == 1
@@ -834,12 +848,12 @@ def test_kind_source_freed_while_in_flight_pages_of_a_dropped_window(stage: str,
 def test_windows_settle_in_any_order() -> None:
     shared = stocked(pages(1, 2), pages(3, 4), pages(5, 6))
     rig = server(shared, window=2)
-    for rid, first in (("a", 1), ("b", 3), ("c", 5)):
-        rig.cache.want(rid, SCOPE, pages(first, first + 1))
+    for rid, page in (("a", 1), ("b", 3), ("c", 5)):
+        rig.cache.want(rid, SCOPE, pages(page, page + 1))
     for _ in range(3):
         look(rig)
     shared.pages.clear()
-    third, second, first = rig.remote.fetch_jobs[::-1]
+    third, second, _ = rig.remote.fetch_jobs[::-1]
     for job in (third, second):
         rig.remote.run_fetch(rig.remote.fetch_jobs.index(job))
         rig.remote.run_fetch(rig.remote.fetch_jobs.index(job))
@@ -1559,7 +1573,7 @@ def test_the_vector_has_one_length() -> None:
 
 
 def test_stores_and_copies_share_a_step_without_getting_in_each_others_way() -> None:
-    """A write's host pages are read, its node is loaded, and its device pages are evicted at the same time."""
+    """A node is read by a store, loaded, and cut in two at the same time."""
     shared = SharedStore()
     rig = server(shared)
     put(rig, pages(1, 2, 3))

@@ -85,7 +85,7 @@ def test_both_ends_are_locked_until_the_end(kind: Kind) -> None:
     for node in s.nodes:
         # A write to a store reads the host's pages only.
         assert (node.device_locks > 0) == (kind is not Kind.STORE)
-        assert node not in s.tree.candidates[Tier.DEVICE] or node is s.lower and kind is Kind.STORE
+        assert node not in s.tree.candidates[Tier.DEVICE] or (node is s.lower and kind is Kind.STORE)
         # The target of a backup is kept by being PENDING, which is no candidate.
         assert node not in s.tree.candidates[Tier.HOST]
         assert kind is Kind.BACKUP or node.host_locks > 0

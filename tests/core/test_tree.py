@@ -406,13 +406,18 @@ def names(count: int) -> list[bytes]:
     return [bytes([n]) * 16 for n in range(count)]
 
 
+def pages_of(node: Node) -> list[int]:
+    assert node.pages is not None
+    return node.pages.tolist()
+
+
 @pytest.mark.parametrize("page", [1, 4])
 def test_insert_host_puts_a_run_below_what_is_on_the_host(page: int) -> None:
     tree = make(page)
     above = grow(tree, prompt(page, 1))
     to_host(tree, above, 9)
     node, spare = tree.insert_host(above, SCOPE, prompt(page, 2, 3), np.array([4, 2]), names(2))
-    assert node.parent is above and node.pages.tolist() == [4, 2] and len(spare) == 0
+    assert node.parent is above and pages_of(node) == [4, 2] and len(spare) == 0
     assert (node.device, node.host, node.stored, node.start) == (ABSENT, READY, True, page)
     assert node.identities == names(2) and tree.host_tokens == 3 * page
     match = tree.match(SCOPE, prompt(page, 1, 2, 3))
@@ -443,8 +448,8 @@ def test_insert_host_takes_only_what_the_host_lacks() -> None:
     ticket = book.begin(Kind.BACKUP, [nodes[1]], [nodes[1]])
     node, spare = tree.insert_host(tree.root, SCOPE, toks(*range(6)), pages, names(6))
     assert spare.tolist() == [10, 11, 12]
-    assert nodes[2].pages.tolist() == [13] and nodes[2].identities == names(6)[3:4] and nodes[2].stored
-    assert node.pages.tolist() == [14, 15] and node.parent is nodes[2]
+    assert pages_of(nodes[2]) == [13] and nodes[2].identities == names(6)[3:4] and nodes[2].stored
+    assert pages_of(node) == [14, 15] and node.parent is nodes[2]
     assert not nodes[0].stored and not nodes[1].stored
     tree.check()
     book.check()
@@ -459,8 +464,9 @@ def test_insert_host_splits_where_prompts_part_or_the_run_ends() -> None:
     assert node.tokens.tolist() == [1, 2] and whole.tokens.tolist() == [3, 4] and len(spare) == 0
     assert (node.host, whole.host) == (READY, ABSENT)
     other, spare = tree.insert_host(node, SCOPE, toks(3, 9), np.array([7, 8]), names(2))
-    assert other.tokens.tolist() == [9] and other.parent.tokens.tolist() == [3]
-    assert other.parent.device is READY and other.device is ABSENT
+    between = other.parent
+    assert between is not None and between.tokens.tolist() == [3] and other.tokens.tolist() == [9]
+    assert between.device is READY and other.device is ABSENT
     tree.check()
 
 
@@ -477,7 +483,7 @@ def test_insert_host_keeps_no_view_of_the_callers_buffers() -> None:
     tokens, pages = toks(1, 2), np.array([3, 4])
     node, _ = tree.insert_host(tree.root, SCOPE, tokens, pages, names(2))
     tokens[:] = pages[:] = 9
-    assert node.tokens.tolist() == [1, 2] and node.pages.tolist() == [3, 4]
+    assert node.tokens.tolist() == [1, 2] and pages_of(node) == [3, 4]
 
 
 def test_insert_host_needs_its_parent_on_the_host_and_a_page_for_each() -> None:

@@ -223,14 +223,15 @@ class Learned:
             steps: list[tuple[float, float, float]] = []
             for group in members:
                 train, test = group[~tested[group]], group[tested[group]]
-                if not len(train) or not len(test):
-                    continue
                 pieces = hull(uses.gap[train], price[train])
                 gap, before = uses.gap[test], (0.0, 0.0)
                 for room, saved, age in zip(pieces.room, pieces.saved, pieces.age, strict=True):
                     after = (float(np.minimum(gap, age).sum()), float(price[test][gap <= age].sum()))
                     steps.append((saved / max(room, 1e-12), after[0] - before[0], after[1] - before[1]))
                     before = after
+                # Room that is left goes to what the other half has never seen come back.
+                rest = (float(gap.sum()) - before[0], float(price[test].sum()) - before[1])
+                steps.append((0.0, *rest))
             steps.sort(key=lambda step: -step[0])
             halves.append((float(tested.mean()), np.array([step[1:] for step in steps]).reshape(-1, 2)))
         return halves

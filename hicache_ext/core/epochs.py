@@ -1,17 +1,28 @@
 """The epoch of a namespace: a number that a flush advances, and how servers that share a store agree on it.
 
-Pages are stored under the epoch in which they were *computed*, and a reader asks for its own epoch only. A
-flush adds one and writes a *mark*, an object of its own in the store under the new number; other servers look
-for marks above their number and adopt the highest. Weights are none of its business: each weight version has
-a namespace of its own. ``docs/consistency.md`` has the reasons; the rule's test is exhaustive.
+A page is stored under the epoch in which it was *computed*, and a reader asks for its own epoch only. Weights
+are none of its business: each weight version has a namespace of its own.
 
-Pure functions and numbers; who calls them looks and writes.
+* Even numbers are shared, odd ones are local: pages of an odd epoch never go to a store, nor are they asked
+  for. A namespace starts at 0.
+* A flush makes the number odd (``flushed``) and so condemns all that the server holds, at once and without
+  the store. Then the server looks for *marks*, objects of their own in the store, and claims the next even number
+  above all that it finds (``claim``): it writes the marks of that number, and takes the number when the store
+  has them all. A look that began before the flush does not count.
+* Before a server uses the store for a namespace, and about once a second, it looks for marks above its number
+  and takes the highest, condemning what it holds of a lower one.
+* While it lives at a number it writes marks of it again that are missing.
+
+So what is stamped with a number was computed after that number's mark was in the store; and a flush, which
+saw no such mark when it looked, is earlier. ``docs/consistency.md`` says what follows, and what does not.
+
+A number is marked at itself and at what remains as its lowest set bits are cleared (``chain``): a server that
+starts finds the highest number in a few calls, although a store may have evicted the marks of all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,55 +31,68 @@ from hicache_ext.core.page import FORMAT_VERSION
 
 MARK_IDENTITY = b"epoch".ljust(16, b"\0")
 MARK_GROUP = 2**16 - 1
-WINDOW = 8
-"""How many epochs above its own a server looks for at a time."""
+"""A mark's key is (namespace, number, ``MARK_IDENTITY``, ``MARK_GROUP``)."""
+BITS = 32
+"""Numbers are below 2 to this power."""
 
 
-def probes(epoch: int, window: int = WINDOW) -> list[int]:
-    """The epochs whose marks to look for: the own one first, then those above.
+def is_local(epoch: int) -> bool:
+    """Whether its pages stay in this server."""
+    return epoch % 2 == 1
 
-    One call of the store's ``exists``. Besides the next epochs there are ever larger steps, so that a server
-    that was away for many flushes finds a higher mark although those between may be lost.
+
+def flushed(epoch: int) -> int:
+    """The epoch from the moment of a flush on."""
+    return (epoch + 1) | 1
+
+
+def claim(epoch: int, highest: int) -> int:
+    """The number to claim after a flush, given the highest mark of a look that began after it."""
+    return (max(epoch, highest) | 1) + 1
+
+
+def chain(epoch: int) -> list[int]:
+    """The numbers whose marks a server at a shared epoch keeps in the store; ascending, the last is its own."""
+    numbers = []
+    while epoch:
+        numbers.append(epoch)
+        epoch &= epoch - 1
+    return numbers[::-1]
+
+
+def probes(epoch: int) -> list[int]:
+    """The numbers above ``epoch`` to look for; some number in the chain of every higher one is among them."""
+    return [((epoch >> bit) | 1) << bit for bit in range(1, BITS) if not epoch >> bit & 1]
+
+
+class Look:
+    """One look for marks: ``ask`` the store, ``answer``, until ``ask`` returns nothing.
+
+    Ask again from the start if the store does not answer, or a flush came meanwhile.
     """
-    steps = list(range(1, window + 1))
-    while len(steps) < 2 * window:
-        steps.append(2 * steps[-1])
-    return [epoch, *(epoch + step for step in steps)]
 
+    def __init__(self, epoch: int) -> None:
+        self.highest = 0 if is_local(epoch) else epoch
+        """The highest number found, or the server's own."""
+        self.missing: list[int] = []
+        """Marks of the server's own number that are to be written again; complete with the first answer."""
+        self._own = chain(self.highest)
+        self._asked = [*self._own, *probes(self.highest)]
 
-@dataclass(frozen=True)
-class Decision:
-    """What a look at the marks asks for."""
+    def ask(self) -> Sequence[int]:
+        """Numbers whose marks to look for, in one call of the store's ``exists``; empty when all is known."""
+        return self._asked
 
-    epoch: int
-    """The server's from now on; if it is above the one before, condemn all that it holds of the namespace."""
-    look_again: bool
-    """There may be marks above: look again before the store is used."""
-    write_mark: bool
-    """The mark of ``epoch`` is missing: write it."""
-
-
-def decide(epoch: int, probed: Sequence[int], found: Sequence[bool]) -> Decision:
-    """What to do after ``probes(epoch)`` were looked for.
-
-    Args:
-        epoch: the server's when it *applies* the answer; a flush may have advanced it since the look.
-        probed: the epochs that were looked for.
-        found: whether the store has the mark of each. A mark that could not be looked for counts as missing
-            only for writing it again: pass no answer at all if the store did not answer.
-    """
-    seen = {number for number, there in zip(probed, found, strict=True) if there}
-    newest = max(seen, default=0)
-    if newest > epoch:
-        return Decision(newest, look_again=True, write_mark=False)
-    # Epoch 0 needs no mark: it is where everybody starts.
-    missing = epoch > 0 and epoch in probed and epoch not in seen
-    return Decision(epoch, look_again=False, write_mark=missing)
-
-
-def after_flush(epoch: int) -> int:
-    """The epoch after a flush; its mark is to be written, again and again until the store has it."""
-    return epoch + 1
+    def answer(self, found: Sequence[bool]) -> None:
+        """Whether each mark that was asked for is there."""
+        there = {number for number, ok in zip(self._asked, found, strict=True) if ok}
+        self.missing += [number for number in self._own if number not in there]
+        self._own = []
+        highest = max(there, default=0)
+        self._asked = []
+        if highest > self.highest:
+            self.highest = highest
+            self._asked = probes(highest)
 
 
 def mark_header(namespace: bytes, epoch: int) -> bytes:

@@ -6,9 +6,9 @@ are none of its business: each weight version has a namespace of its own.
 * Even numbers are shared, odd ones are local: pages of an odd epoch never go to a store, nor are they asked
   for. A namespace starts at 0.
 * A flush makes the number odd (``flushed``) and so condemns all that the server holds, at once and without
-  the store. Then the server looks for *marks*, objects of their own in the store, and claims the next even number
-  above all that it finds (``claim``): it writes the marks of that number, and takes the number when the store
-  has them all. A look that began before the flush does not count.
+  the store. Then the server looks for *marks*, objects of their own in the store, and claims the next even
+  number above all that it finds (``claim``): it writes the marks of that number, and takes the number when
+  the store has them all. A look that began before the flush does not count.
 * Before a server uses the store for a namespace, and about once a second, it looks for marks above its number
   and takes the highest, condemning what it holds of a lower one.
 * While it lives at a number it writes marks of it again that are missing.
@@ -52,7 +52,7 @@ def claim(epoch: int, highest: int) -> int:
 
 
 def chain(epoch: int) -> list[int]:
-    """The numbers whose marks a server at a shared epoch keeps in the store; ascending, the last is its own."""
+    """The numbers whose marks a server at a shared epoch keeps in the store, its own last; ascending."""
     numbers = []
     while epoch:
         numbers.append(epoch)

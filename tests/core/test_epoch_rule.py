@@ -62,8 +62,6 @@ def test_no_part_of_the_rule_can_be_left_out(part: str) -> None:
     assert result.broken is not None, f"{result.states} states without a fault"
     weights = part in ("version_in_namespace", "unnamed_update_gets_fresh_name")
     assert result.broken.startswith("P1" if weights else "P2"), (result.broken, *result.trace)
-    # The same steps are harmless with the whole rule.
-    assert explore(2, BREAKS[part]).broken is None
 
 
 def test_two_servers_flushed_one_after_the_other() -> None:
@@ -74,6 +72,7 @@ def test_two_servers_flushed_one_after_the_other() -> None:
     assert len(flushes) == 2 and flushes[0][0] != flushes[1][0]
 
 
+@pytest.mark.slow
 def test_a_lost_mark_brings_flushed_pages_back_but_never_those_of_other_weights() -> None:
     """The limit of the rule: a mark is evicted, and a server flushes before another writes it again."""
     budget = Budget(flush=2, compute=1, lose=1)

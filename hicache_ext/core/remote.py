@@ -62,12 +62,14 @@ class Query:
     """The part of a queued prompt that no nearer tier has.
 
     ``tokens`` is int64, whole pages, and belongs to the query; ``start`` tokens come before them, and
-    ``parent`` (16 bytes) is the identity of the page or root that they continue.
+    ``parent`` (16 bytes) is the identity of the page or root that they continue. The first ``skip`` pages are
+    here already and only carry the chain of identities on: they are hashed, not looked for, and do not count.
     """
 
     parent: bytes
     tokens: np.ndarray
     start: int
+    skip: int
     namespace: bytes
     epoch: int
 
@@ -90,7 +92,8 @@ class Remote(Protocol):
         ...
 
     def identities(self, seq: int) -> np.ndarray:
-        """Of the pages that lookup ``seq`` found, uint8 ``[pages, 16]``, at least as many as it posted."""
+        """Of the pages that lookup ``seq`` found, uint8 ``[pages, 16]``, at least as many as it posted, those
+        skipped not among them."""
         ...
 
     def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:

@@ -23,6 +23,7 @@ starts finds the highest number in a few calls, although a store may have evicte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -61,38 +62,38 @@ def chain(epoch: int) -> list[int]:
 
 
 def probes(epoch: int) -> list[int]:
-    """The numbers above ``epoch`` to look for; some number in the chain of every higher one is among them."""
-    return [((epoch >> bit) | 1) << bit for bit in range(1, BITS) if not epoch >> bit & 1]
+    """The numbers whose marks to look for, in one call of the store's ``exists``.
 
-
-class Look:
-    """One look for marks: ``ask`` the store, ``answer``, until ``ask`` returns nothing.
-
-    Ask again from the start if the store does not answer, or a flush came meanwhile.
+    First those that a server at ``epoch`` keeps, then some above, such that the chain of every higher number
+    has one of them. At a local epoch only what is above counts.
     """
+    kept = [] if is_local(epoch) else chain(epoch)
+    return [*kept, *(((epoch >> bit) | 1) << bit for bit in range(1, BITS) if not epoch >> bit & 1)]
 
-    def __init__(self, epoch: int) -> None:
-        self.highest = 0 if is_local(epoch) else epoch
-        """The highest number found, or the server's own."""
-        self.missing: list[int] = []
-        """Marks of the server's own number that are to be written again; complete with the first answer."""
-        self._own = chain(self.highest)
-        self._asked = [*self._own, *probes(self.highest)]
 
-    def ask(self) -> Sequence[int]:
-        """Numbers whose marks to look for, in one call of the store's ``exists``; empty when all is known."""
-        return self._asked
+@dataclass(frozen=True)
+class Decision:
+    epoch: int
+    """The highest number so far."""
+    look_again: bool
+    """There may be higher ones: look for ``probes(epoch)`` of this epoch before anything is concluded."""
+    missing: tuple[int, ...]
+    """Marks of ``epoch`` that the store does not have, to be written if the server is or will be at it."""
 
-    def answer(self, found: Sequence[bool]) -> None:
-        """Whether each mark that was asked for is there."""
-        there = {number for number, ok in zip(self._asked, found, strict=True) if ok}
-        self.missing += [number for number in self._own if number not in there]
-        self._own = []
-        highest = max(there, default=0)
-        self._asked = []
-        if highest > self.highest:
-            self.highest = highest
-            self._asked = probes(highest)
+
+def decide(epoch: int, probed: Sequence[int], found: Sequence[bool]) -> Decision:
+    """What the answer to ``probes(epoch)`` means: whether each mark is there.
+
+    A look is one or more of these, begun with the server's own epoch. At its end a server at a shared epoch
+    adopts ``Decision.epoch``; one at a local epoch writes the marks of ``claim(own, Decision.epoch)``. If the
+    store does not answer, or a flush or an update has come meanwhile, the look begins anew.
+    """
+    there = {number for number, ok in zip(probed, found, strict=True) if ok}
+    highest = max(there, default=0)
+    if highest > epoch:
+        return Decision(highest, True, ())
+    kept = [] if is_local(epoch) else chain(epoch)
+    return Decision(epoch, False, tuple(number for number in kept if number not in there))
 
 
 def mark_header(namespace: bytes, epoch: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,16 +16,17 @@ from hicache_ext.stores.disk_folder import Folder, holds_store, owner, read_meta
 from hicache_ext.stores.disk_index import Columns, DiskIndex, Entry, IndexDamaged, read_index
 
 _BATCH = 1000
+_GROUP = re.compile(r"g\d+(\.\d+)?")
 
 
 def store_folders(path: Path) -> list[Path]:
-    """The disk stores that an address means: the folder itself, or one for each head group, in order.
+    """The disk stores that an address means: the folder itself, or one for each head group and each copy.
 
     Raises:
         StoreError: there is none.
     """
-    groups = [p for p in path.glob("g*") if p.name[1:].isdecimal() and holds_store(p)]
-    folders = sorted(groups, key=lambda p: int(p.name[1:]))
+    groups = [p for p in path.glob("g*") if _GROUP.fullmatch(p.name) and holds_store(p)]
+    folders = sorted(groups, key=lambda p: [int(number) for number in p.name[1:].split(".")])
     if holds_store(path):
         folders.insert(0, path)
     if not folders:

@@ -179,14 +179,11 @@ def _look(world: World, i: int, rules: Rules) -> Iterator[Step]:
         elif not marks <= world.marks | world.marking:
             yield f"{i} marks again", world._replace(marking=world.marking | marks - world.marks)
         return
-    look = epochs.Look(own)
-    while numbers := look.ask():
-        look.answer([Label(namespace, number) in world.marks for number in numbers])
-    missing = {Label(namespace, n) for n in look.missing} - world.marking
-    if server.looked and missing:
+    highest, missing = _highest(world, namespace, own)
+    if server.looked and highest == own and missing - world.marking:
         yield f"{i} marks again", world._replace(marking=world.marking | missing)
-    if server.answer != look.highest and not (server.looked and look.highest == own):
-        yield f"{i} looks", _with(world, i, server._replace(answer=look.highest))
+    if server.answer != highest and not (server.looked and highest == own):
+        yield f"{i} looks", _with(world, i, server._replace(answer=highest))
     if server.answer is None:
         return
     told = server._replace(answer=None)
@@ -201,6 +198,17 @@ def _look(world: World, i: int, rules: Rules) -> Iterator[Step]:
     if server.answer > own and rules.adopt:
         told = _adopt(world, told, server.answer)
     yield f"{i} is told {server.answer}", _with(world, i, told._replace(looked=True))
+
+
+def _highest(world: World, namespace: str, own: int) -> tuple[int, frozenset[Label]]:
+    """The result of a look, and the marks of that number that are missing."""
+    epoch, again = own, True
+    while again:
+        probed = epochs.probes(epoch)
+        found = [Label(namespace, number) in world.marks for number in probed]
+        decision = epochs.decide(epoch, probed, found)
+        epoch, again = decision.epoch, decision.look_again
+    return epoch, frozenset(Label(namespace, number) for number in decision.missing)
 
 
 def _take(world: World, i: int, server: Server) -> World:

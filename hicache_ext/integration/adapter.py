@@ -11,13 +11,12 @@ published there or not at all.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
-    CacheRequestHandle,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -36,10 +35,14 @@ from hicache_ext.integration.control import Adapters, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
 from hicache_ext.integration.recompute import Recompute
+from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 
 class Origin(NamedTuple):
@@ -53,6 +56,7 @@ class HicacheExtCache(BasePrefixCache):
     """One rank's prefix cache; tree nodes are the handles SGLang keeps in its requests."""
 
     disable = False
+    recompute_class = Recompute
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class HicacheExtCache(BasePrefixCache):
         self.engine = engine
         self.host = host
         self.counter = counter
-        self.recompute = Recompute()
+        self.recompute = self.recompute_class()
         self._versions = versions
         self._adapters = Adapters()
         self._check_every = settings.check_every
@@ -79,7 +83,7 @@ class HicacheExtCache(BasePrefixCache):
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = Metrics(cache, engine, self.recompute, _rank_labels(), settings.metrics_interval)
+            self._metrics = Metrics(cache, engine, self.recompute, rank_labels(), settings.metrics_interval)
 
     # Lookup
 
@@ -163,7 +167,8 @@ class HicacheExtCache(BasePrefixCache):
         ids = req.origin_input_ids + req.output_ids
         # The last token is always computed, so the page it completes is never reused.
         tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
-        self.cache.want(req.rid, self._scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
+        salt = getattr(req, "cache_salt", None)
+        self.cache.want(req.rid, self._scope(req.extra_key, salt, req.lora_id), tokens)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self.cache.unwant(handle.rid)
@@ -230,6 +235,10 @@ class HicacheExtCache(BasePrefixCache):
         self.counter.set_consumer(index)
         return index
 
+    def fetch_ended(self, req: Any) -> bool:
+        """Whether nothing of a queued request is on its way from a remote tier any more."""
+        return True
+
     # Once per scheduler step
 
     def check_hicache_events(self) -> None:
@@ -266,12 +275,3 @@ class HicacheExtCache(BasePrefixCache):
 def _as_numpy(ids: Any) -> np.ndarray:
     """Token ids as int64 without a copy; drop the result before the ids may grow."""
     return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
-
-
-def _rank_labels() -> dict[str, Any]:
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
-    from sglang.srt.runtime_context import get_parallel
-
-    labels = radix_cache_metric_labels("hicache_ext", get_parallel(), is_dp_attention_enabled())
-    return {k: v for k, v in labels.items() if k != "cache_type"}

@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import shlex
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -192,22 +194,39 @@ def measure(
             if name == "ext" and options.exactness:
                 progress.update(task, description=f"{name}: exactness")
                 exactness = asdict(asyncio.run(check_exactness(url, load, options.pool)))
+            metrics = _metrics(url) if name == "ext" else {}
     return {
         "name": name,
         "flags": flags,
         "passes": [summary(records, number) for number in range(1, load.passes + 1)],
         "equal_to_first_pass": equal_to_first_pass(records),
         "exactness": exactness,
+        "metrics": metrics,
         "records": records,
     }
 
 
 def _flush(url: str) -> None:
-    import urllib.request
-
     request = urllib.request.Request(f"{url}/flush_cache", method="POST")
     with urllib.request.urlopen(request, timeout=30):
         pass
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """The extension's metrics, summed over their labels but the tier; empty without --enable-metrics."""
+    found: dict[str, float] = {}
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return found
+    for line in text.splitlines():
+        if line.startswith("hicache_ext_") and "_created" not in line:
+            name, _, value = line.rpartition(" ")
+            labels = re.findall(r'(?:tier|direction|reason)="([^"]*)"', name)
+            key = " ".join([name.partition("{")[0], *labels])
+            found[key] = found.get(key, 0.0) + float(value)
+    return found
 
 
 def summary(records: Sequence[Record], number: int) -> dict[str, Any]:
@@ -322,21 +341,21 @@ def report(
                 f"{result['name']}: device hit against host hit, {exact['prompts']} prompts: "
                 f"{exact['equal_ids']} with equal tokens, {exact['equal_logprobs']} with equal logprobs"
             )
-    if options.output is not None:
-        document = {
-            "format": "hicache-ext/four-way/1",
-            "sglang": version("sglang"),
-            "load": asdict(load),
-            "host_gb": options.host_gb,
-            "results": [
-                {k: v for k, v in r.items() if k != "records"}
-                | {"records": [asdict(x) for x in r["records"]]}
-                for r in results
-            ],
-        }
-        options.output.write_text(json.dumps(document))
     if options.plot is not None:
         plot(options.plot, results)
+
+
+def write_json(
+    path: Path, results: Sequence[dict[str, Any]], options: argparse.Namespace, load: Load
+) -> None:
+    document = {
+        "format": "hicache-ext/four-way/1",
+        "sglang": version("sglang"),
+        "load": asdict(load),
+        "host_gb": options.host_gb,
+        "results": [r | {"records": [asdict(record) for record in r["records"]]} for r in results],
+    }
+    path.write_text(json.dumps(document))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,10 +380,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         try:
             for name in options.servers:
-                results.append(measure(name, model, options, load, logs, console))
-        except (ServerFailed, ServerError) as error:
-            console.print(f"four_way: {error}", markup=False, soft_wrap=True)
-            code = 2
+                try:
+                    results.append(measure(name, model, options, load, logs, console))
+                except (ServerFailed, ServerError) as error:
+                    console.print(f"four_way: {name}: {error}", markup=False, soft_wrap=True)
+                    code = 2
+                if options.output is not None:
+                    write_json(options.output, results, options, load)
         except KeyboardInterrupt:
             console.print("four_way: interrupted; what was measured follows")
             code = 130

@@ -179,7 +179,7 @@ class _Pass:
         if round_ == 1:
             self.prompts.setdefault((session, 1), load.new_tokens(session, 1))
         prompt = self.prompts[session, round_]
-        digest = hashlib.sha256(np.asarray(prompt, np.int64)).hexdigest()
+        digest = hashlib.sha256(np.asarray(prompt, np.int64).tobytes()).hexdigest()
         record = Record(self.number, session, round_, time.perf_counter() - self.zero, digest)
         try:
             answer = await generate(self.http, self.base_url, prompt, load.output, timeout=load.timeout)
@@ -218,7 +218,7 @@ def _fill(record: Record, answer: Answer, zero: float) -> None:
     record.prompt_tokens, record.completion_tokens = answer.prompt_tokens, len(answer.ids)
     record.cached_tokens = answer.cached
     record.device_tokens, record.host_tokens, record.store_tokens = answer.device, answer.host, answer.store
-    record.answer_sha256 = hashlib.sha256(np.asarray(answer.ids, np.int64)).hexdigest()
+    record.answer_sha256 = hashlib.sha256(np.asarray(answer.ids, np.int64).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@
     settle_loads                                       before the results of a batch that loaded are used
     advance                                            when the weights change
 
+With a remote tier, ``want`` also looks for the rest of the prompt in the stores, and ``waits`` tells
+whether it is on its way; see ``core.remote_tier``.
+
 The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
 applied in ``tick`` and ``settle_loads``, as all ranks agree. Two calls wait for bytes instead, and apply
 what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. Both wait for every
@@ -27,10 +30,12 @@ import numpy as np
 
 from hicache_ext.core.header import NAMESPACE_BYTES, Labels
 from hicache_ext.core.host_pages import HostPages
-from hicache_ext.core.page import IDENTITY_BYTES, PrefixScope
+from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.remote import Remote
+from hicache_ext.core.remote_tier import RemoteConfig, RemoteTier, labels_of
 from hicache_ext.core.residency import Doubt, Residency, Tier
-from hicache_ext.core.tick import CompletionQueue, Reduce, agree
+from hicache_ext.core.tick import NOTHING, CompletionQueue, Reduce, agree
 from hicache_ext.core.tickets import Kind, Ticket, TicketBook
 from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
 
@@ -58,6 +63,8 @@ class CacheConfig:
     """Tokens whose backup is submitted at most per step."""
     tick_limit: int = 64
     """Completions applied at most per queue and tick."""
+    remote: RemoteConfig | None = None
+    """None: a quarter of the host pool for a window, an eighth for what is being written."""
 
 
 class DevicePool(Protocol):
@@ -114,6 +121,7 @@ class Stats:
 
     hit_device: int = 0
     hit_host: int = 0
+    hit_store: int = 0
     computed: int = 0
     backed_up: int = 0
     loaded: int = 0
@@ -146,6 +154,7 @@ class TieredCache:
         namespace: bytes = bytes(NAMESPACE_BYTES),
         own: Callable[[Slots], Slots] = lambda run: run.copy(),
         reduce: Reduce | None = None,
+        remote: Remote | None = None,
     ) -> None:
         """``reduce`` is None with a single TP rank; see ``tick.agree``."""
         self.config = config
@@ -156,11 +165,25 @@ class TieredCache:
         self.tree = TieredRadixTree(config.page_size, policy, namespace=namespace, own=own)
         self.tickets = TicketBook(self.tree)
         self.stats = Stats()
+        self.era = 0
+        """Counts weight changes and resets: what was computed in one is not published in another."""
         self.epoch = 0
-        """Counts weight changes and resets; a page is readable in the epoch it was computed in only."""
+        """Of the tree's namespace, as all who share its pages count; stands in every page's header."""
         self._dirty: deque[Node] = deque()
         self._applied = {Kind.BACKUP: 0, Kind.LOAD: 0}
         self._queued_loads: list[tuple[Ticket, Labels]] = []
+        self.remote: RemoteTier | None = None
+        if remote is not None:
+            self.remote = RemoteTier(
+                remote,
+                config.remote or _remote_config(config.host_pages),
+                self.tree,
+                self.tickets,
+                self.host_pages,
+                self._host_room,
+                self._copy_down,
+            )
+            remote.use(namespace, self.epoch)
 
     # A request's life
 
@@ -219,10 +242,22 @@ class TieredCache:
         """A request entered the queue: what it has matched is not evicted before what nobody waits for."""
         match = self.tree.match(scope, tokens, touch=False)
         self.tree.want(rid, match.host_node)
+        if self.remote is not None:
+            self.remote.ask(rid, scope, tokens, match)
         return match
+
+    def waits(self, rid: str) -> bool:
+        """Whether pages of a queued request are on their way from a store; never for longer than planned."""
+        return self.remote is not None and self.remote.waits(rid)
+
+    def take_arrived(self, rid: str) -> int:
+        """Tokens that were fetched from a store for a queued request, told once."""
+        return 0 if self.remote is None else self.remote.take_arrived(rid)
 
     def unwant(self, rid: str) -> None:
         self.tree.unwant(rid)
+        if self.remote is not None:
+            self.remote.forget(rid)
 
     # Space
 
@@ -313,57 +348,82 @@ class TieredCache:
         self.tree.clock += 1
         self.stats.ticks += 1
         self.transfers.poll()
-        self._apply_agreed(self.config.tick_limit)
+        known = self._apply_agreed(self.config.tick_limit)
+        if known > self.epoch:
+            # Another server has flushed.
+            self.advance(epoch=known)
         self._sweep()
 
-    def advance(self, namespace: bytes | None = None) -> None:
-        """The weights change: from now on nothing computed before is found in any tier.
+    def flush_writes(self) -> None:
+        """Start writing to the stores what has reached the host."""
+        if self.remote is not None:
+            self.remote.flush()
+
+    def advance(self, namespace: bytes | None = None, epoch: int | None = None) -> None:
+        """The weights change, or someone has flushed: nothing computed before is found in any tier.
 
         Requests that hold such pages keep them until they let go. A copy in flight may end; its pages are
-        dropped then.
+        dropped then. Without arguments the namespace stays and its epoch goes up by one.
         """
-        self.epoch += 1
-        if namespace is not None:
+        self.era += 1
+        if namespace is not None and namespace != self.tree.namespace:
             self.tree.namespace = namespace
+            self.epoch = 0 if epoch is None else epoch
+        else:
+            self.epoch = self.epoch + 1 if epoch is None else epoch
         for child in list(self.tree.root.children.values()):
             self.tree.condemn(child, Doubt.STALE)
         self._sweep()
+        if self.remote is not None:
+            self.remote.advance(self.epoch)
 
     def drain(self) -> None:
         """Wait for every copy in flight; what they achieved is applied by the next tick."""
         self.start_loads()
         self.transfers.drain()
 
-    def reset(self) -> None:
-        """Forget everything. Waits for copies in flight; frees no device slot: the engine clears its pool."""
+    def reset(self, *, flush: bool = False) -> None:
+        """Forget everything. Waits for copies in flight; frees no device slot: the engine clears its pool.
+
+        With ``flush``, what stores hold is forgotten too, by all who share them: the epoch goes up by one.
+        """
         self._queued_loads.clear()
         self.transfers.drain()
         for kind, queue in ((Kind.BACKUP, self.transfers.backups), (Kind.LOAD, self.transfers.loads)):
             for seq in range(queue.done() + 1, self.tickets.last_seq(kind) + 1):
                 queue.post(seq)
             self._applied[kind] = self.tickets.last_seq(kind)
+        self.era += 1
+        self.epoch += flush
+        busy = NOTHING if self.remote is None else self.remote.reset(self.epoch)
         self.tickets.disown()
         self.tree.clear()
-        self.host_pages.clear()
+        self.host_pages.clear(keep=busy)
         self._dirty.clear()
-        self.epoch += 1
         self.stats.resets += 1
 
     # Inspection
 
     def pending(self) -> bool:
         """Whether any transfer or backup is outstanding."""
-        return bool(len(self.tickets) or self._dirty)
+        remote = self.remote is not None and self.remote.pending()
+        return bool(len(self.tickets) or self._dirty or remote)
 
     def check(self) -> None:
         """Assert every invariant: the tree's, the tickets', and that host pages are owned exactly once."""
         self.tree.check()
         self.tickets.check()
         owned = [n.pages for n in self.tree.walk() if n.pages is not None]
+        outside = 0
+        if self.remote is not None:
+            self.remote.check()
+            away = self.remote.outside()
+            owned += away
+            outside = sum(map(len, away))
         pages = np.concatenate([*owned, self.host_pages.free_pages()])
         assert len(pages) == self.host_pages.total, (len(pages), self.host_pages.total)
         assert len(np.unique(pages)) == len(pages), "a host page has two owners"
-        assert self.host_pages.used * self.config.page_size == self.tree.host_tokens
+        assert (self.host_pages.used - outside) * self.config.page_size == self.tree.host_tokens
 
     # Internals
 
@@ -377,6 +437,16 @@ class TieredCache:
             return None
         self.evict(shortfall)
         return self.device.alloc(tokens)
+
+    def _host_room(self, count: int) -> np.ndarray | None:
+        """Host pages, evicting if that is enough; None otherwise."""
+        if count > self.host_pages.free:
+            self.evict_host(count - self.host_pages.free)
+        return self.host_pages.alloc(count)
+
+    def _copy_down(self, node: Node) -> None:
+        """Start the backup of what is not on the host on the path to ``node``, as far as there is room."""
+        self._submit_backup(self._reserve_host(node))
 
     def _mark_dirty(self, node: Node) -> None:
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH:
@@ -434,9 +504,7 @@ class TieredCache:
         return ticket
 
     def _labels(self, nodes: list[Node]) -> Labels:
-        joined = b"".join(b"".join(self.tree.identities(node)) for node in nodes)
-        identities = np.frombuffer(joined, dtype=np.uint8).reshape(-1, IDENTITY_BYTES)
-        return Labels(identities, self.tree.namespace, self.epoch)
+        return labels_of(self.tree, nodes, self.epoch)
 
     def _write_back(self, victims: list[Node]) -> None:
         nodes: list[Node] = []
@@ -451,21 +519,27 @@ class TieredCache:
         self.transfers.drain()
         self._apply_backups(self.tickets.last_seq(Kind.BACKUP))
 
-    def _apply_agreed(self, limit: int) -> None:
+    def _apply_agreed(self, limit: int) -> int:
+        """Returns the highest epoch that is known to any server that shares a store."""
         agreed = agree(
             (self.transfers.backups, self._applied[Kind.BACKUP]),
             (self.transfers.loads, self._applied[Kind.LOAD]),
             limit,
             self.reduce,
+            NOTHING if self.remote is None else self.remote.vector(),
         )
         self._apply_backups(agreed.backups)
         self._apply_loads(agreed.loads, agreed.bad_page)
+        return 0 if self.remote is None else self.remote.apply(agreed.extra)
 
     def _apply_backups(self, upto: int) -> None:
         for seq in range(self._applied[Kind.BACKUP] + 1, upto + 1):
             ticket = self.tickets.open[Kind.BACKUP][seq]
             self.tickets.commit(ticket)
             self.stats.backed_up += ticket.tokens
+            if self.remote is not None:
+                for node in ticket.nodes:
+                    self.remote.offer(node)
         self._applied[Kind.BACKUP] = max(self._applied[Kind.BACKUP], upto)
 
     def _apply_loads(self, upto: int, bad_page: int | None) -> None:
@@ -551,3 +625,8 @@ class TieredCache:
         assert pages is not None
         self.tree.set_host(node, ABSENT)
         self.host_pages.release(pages)
+
+
+def _remote_config(host_pages: int) -> RemoteConfig:
+    share = max(host_pages // 8, 1)
+    return RemoteConfig(window=2 * share, write_batch=max(share // 4, 1), write_limit=share)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+NONE = np.empty(0, dtype=np.int64)
+
 
 class HostPages:
     """Page numbers ``0 .. total - 1`` of the host pool; knows nothing of their bytes."""
@@ -12,10 +14,12 @@ class HostPages:
         self.total = total
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, keep: np.ndarray = NONE) -> None:
+        """All pages are free, except those in ``keep``."""
         # A stack with the lowest number on top: fresh allocations are contiguous, so copies coalesce.
-        self._stack = np.arange(self.total - 1, -1, -1, dtype=np.int64)
-        self._top = self.total
+        free = np.setdiff1d(np.arange(self.total, dtype=np.int64), keep)[::-1]
+        self._stack = np.concatenate([free, np.empty(self.total - len(free), np.int64)])
+        self._top = len(free)
 
     @property
     def free(self) -> int:

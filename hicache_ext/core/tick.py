@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,8 @@ Reduce = Callable[[np.ndarray], np.ndarray]
 
 _PAGE_BITS = 32
 _NO_FAILURE = 1 << 62
+_FIXED = 3
+NOTHING = np.empty(0, dtype=np.int64)
 
 
 class CompletionQueue:
@@ -68,12 +70,13 @@ class Agreed:
     """What every rank may apply now: backups up to ``backups``, loads up to ``loads``.
 
     If ``bad_page`` is not None, load ``loads`` failed, and this is its first bad page on any rank: a failed
-    load is the last of its batch.
+    load is the last of its batch. ``extra`` is the minimum of what each rank added.
     """
 
     backups: int
     loads: int
     bad_page: int | None
+    extra: np.ndarray = field(default_factory=lambda: NOTHING, compare=False)
 
 
 def agree(
@@ -81,6 +84,7 @@ def agree(
     loads: tuple[CompletionQueue, int],
     limit: int,
     reduce: Reduce | None,
+    extra: np.ndarray = NOTHING,
 ) -> Agreed:
     """One decision for all ranks.
 
@@ -88,17 +92,20 @@ def agree(
         backups, loads: a queue with the last sequence number already applied, which is equal on all ranks.
         limit: at most this many jobs of a queue are applied at once.
         reduce: None with a single rank.
+        extra: int64, of equal length on all ranks and in all calls; agreed along with the rest.
     """
     failure = loads[0].first_failure(loads[1])
     mine = np.array(
         [
             *(min(queue.done(), applied + limit) for queue, applied in (backups, loads)),
             _NO_FAILURE if failure is None else failure[0] << _PAGE_BITS | failure[1],
+            *extra,
         ],
         dtype=np.int64,
     )
-    backed_up, loaded, first = (mine if reduce is None else reduce(mine)).tolist()
+    agreed = mine if reduce is None else reduce(mine)
+    backed_up, loaded, first = agreed[:_FIXED].tolist()
     failed = first >> _PAGE_BITS
     if failed <= loaded:
-        return Agreed(backed_up, failed, first & ((1 << _PAGE_BITS) - 1))
-    return Agreed(backed_up, loaded, None)
+        return Agreed(backed_up, failed, first & ((1 << _PAGE_BITS) - 1), agreed[_FIXED:])
+    return Agreed(backed_up, loaded, None, agreed[_FIXED:])

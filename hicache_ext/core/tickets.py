@@ -18,6 +18,15 @@ class Kind(Enum):
     """Device to host: the nodes' host residency is PENDING, their device pages are locked."""
     LOAD = auto()
     """Host to device: the nodes' device residency is PENDING, both ends are locked."""
+    STORE = auto()
+    """Host to a store: the nodes' host pages are locked."""
+
+
+_LOCKED = {
+    Kind.BACKUP: (Tier.DEVICE,),
+    Kind.LOAD: (Tier.DEVICE, Tier.HOST),
+    Kind.STORE: (Tier.HOST,),
+}
 
 
 class State(Enum):
@@ -50,8 +59,8 @@ class TicketBook:
 
     def __init__(self, tree: TieredRadixTree) -> None:
         self._tree = tree
-        self.open: dict[Kind, dict[int, Ticket]] = {Kind.BACKUP: {}, Kind.LOAD: {}}
-        self._last_seq = {Kind.BACKUP: 0, Kind.LOAD: 0}
+        self.open: dict[Kind, dict[int, Ticket]] = {kind: {} for kind in Kind}
+        self._last_seq = dict.fromkeys(Kind, 0)
 
     def __len__(self) -> int:
         return sum(len(tickets) for tickets in self.open.values())
@@ -66,9 +75,8 @@ class TicketBook:
         for node in nodes:
             node.tickets.append(ticket)
         for node in anchors:
-            self._tree.lock(node, Tier.DEVICE)
-            if kind is Kind.LOAD:
-                self._tree.lock(node, Tier.HOST)
+            for tier in _LOCKED[kind]:
+                self._tree.lock(node, tier)
         self.open[kind][ticket.seq] = ticket
         return ticket
 
@@ -78,9 +86,11 @@ class TicketBook:
         for node in ticket.nodes:
             if ticket.kind is Kind.BACKUP:
                 self._tree.set_host(node, Residency.READY)
-            else:
+            elif ticket.kind is Kind.LOAD:
                 self._tree.set_device(node, Residency.READY)
-        self._unlock(ticket)
+        for node in ticket.anchors:
+            for tier in _LOCKED[ticket.kind]:
+                self._tree.unlock(node, tier)
 
     def disown(self) -> None:
         """End every open ticket without touching the tree; for a reset, once no copy is in flight."""
@@ -91,14 +101,15 @@ class TicketBook:
 
     def check(self) -> None:
         """Assert that PENDING and open tickets say the same."""
-        pending: dict[Kind, set[int]] = {Kind.BACKUP: set(), Kind.LOAD: set()}
+        pending: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         for kind, tickets in self.open.items():
             for seq, ticket in tickets.items():
                 assert ticket.state is State.OPEN and ticket.seq == seq and ticket.kind is kind
                 for node in ticket.nodes:
                     assert ticket in node.tickets
-                    assert node.device_locks > 0, f"{node} is in flight without a device lock"
-                    assert kind is not Kind.LOAD or node.host_locks > 0, node
+                    for tier in _LOCKED[kind]:
+                        locks = node.device_locks if tier is Tier.DEVICE else node.host_locks
+                        assert locks > 0, f"{node} is in flight without a {tier.name.lower()} lock"
                     pending[kind].add(node.id)
         for node in self._tree.walk():
             assert (node.host is Residency.PENDING) == (node.id in pending[Kind.BACKUP]), node
@@ -111,9 +122,3 @@ class TicketBook:
         del self.open[ticket.kind][ticket.seq]
         for node in ticket.nodes:
             node.tickets.remove(ticket)
-
-    def _unlock(self, ticket: Ticket) -> None:
-        for node in ticket.anchors:
-            self._tree.unlock(node, Tier.DEVICE)
-            if ticket.kind is Kind.LOAD:
-                self._tree.unlock(node, Tier.HOST)

@@ -75,6 +75,9 @@ class Node:
     waiting: set[str] = field(default_factory=set)
     tickets: list[Ticket] = field(default_factory=list)
     backup_queued: bool = False
+    stored: bool = False
+    """A store is known to have taken what the host has."""
+    store_queued: bool = False
     doubt: Doubt = Doubt.NONE
 
     def __len__(self) -> int:
@@ -200,6 +203,42 @@ class TieredRadixTree:
             pos += common
         return Insertion(matched, node, added)
 
+    def insert_host(
+        self, node: Node, scope: PrefixScope, tokens: np.ndarray, pages: np.ndarray, identities: list[bytes]
+    ) -> tuple[Node, np.ndarray]:
+        """Put a run (whole pages) on the host that continues ``node``, which is on the host.
+
+        Returns the run's last node, and those of ``pages`` that the tree did not take because others hold
+        the same there.
+        """
+        assert node.host is not ABSENT and len(tokens) == len(pages) * self.page_size
+        pos, end = 0, len(tokens)
+        spare: list[np.ndarray] = []
+        while pos < end:
+            key = self._key(node, scope, tokens, pos)
+            child = node.children.get(key)
+            if child is None:
+                start = node.start + len(node)
+                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, start, key=key)
+                node.children[key] = child
+                self.nodes += 1
+                self.policy.created(child)
+                common = end - pos
+            else:
+                common = self._common(child.tokens, tokens[pos:end])
+                if common < len(child):
+                    child = self.split(child, common)
+            first, stop = pos // self.page_size, (pos + common) // self.page_size
+            if child.host is ABSENT:
+                child.identities = identities[first:stop]
+                self.set_host(child, READY, pages[first:stop].copy())
+                child.stored = True
+            else:
+                spare.append(pages[first:stop])
+            node = child
+            pos += common
+        return node, np.concatenate([*spare, np.empty(0, np.int64)])
+
     def split(self, node: Node, length: int) -> Node:
         """Cut ``node`` after ``length`` tokens; returns the new upper half, ``node`` becomes the lower."""
         assert 0 < length < len(node) and length % self.page_size == 0
@@ -208,6 +247,7 @@ class TieredRadixTree:
         head = node.tokens[:length].copy()
         upper = Node(self._new_id(), parent, node.scope, head, node.stamp, node.start, key=node.key)
         upper.doubt = node.doubt
+        upper.stored = node.stored
         pages = length // self.page_size
         if node.identities is not None:
             upper.identities, node.identities = node.identities[:pages], node.identities[pages:]
@@ -288,6 +328,7 @@ class TieredRadixTree:
         elif was is not ABSENT and state is ABSENT:
             assert node.host_locks == 0
             node.pages = None
+            node.stored = False
             node.parent.host_children -= 1
             self.host_tokens -= len(node)
             self.policy.evicted(node, Tier.HOST)

@@ -2,9 +2,9 @@
 
 SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
 ``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``on_batch_result``, ``on_control``,
-``transfers_idle``) come from the patch series.
+``fetch_ended``, ``transfers_idle``) come from the patch series.
 
-A request's pages belong to the epoch and the scope it was matched in (its *origin*): what it computed is
+A request's pages belong to the era and the scope it was matched in (its *origin*): what it computed is
 published there or not at all.
 """
 
@@ -31,12 +31,13 @@ from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.residency import Doubt, Residency
 from hicache_ext.core.tree import Node
-from hicache_ext.integration.control import Adapters, weight_change
+from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
 from hicache_ext.integration.recompute import Recompute
 from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
+from hicache_ext.integration.speeds import PrefillClock, Stores
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 class Origin(NamedTuple):
     """What a request's pages were computed for."""
 
-    epoch: int
+    era: int
     scope: PrefixScope
 
 
@@ -67,23 +68,28 @@ class HicacheExtCache(BasePrefixCache):
         counter: LayerCounter,
         settings: Settings,
         versions: WeightVersions,
+        stores: Stores | None = None,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
         self.cache = cache
         self.engine = engine
+        self.stores = stores
         self.host = host
         self.counter = counter
         self.recompute = self.recompute_class()
         self._versions = versions
         self._adapters = Adapters()
+        self._flush_asked = False
+        self._prefills = None if stores is None else PrefillClock(stores.planner)
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = Metrics(cache, engine, self.recompute, rank_labels(), settings.metrics_interval)
+            labels = rank_labels()
+            self._metrics = Metrics(cache, engine, self.recompute, labels, settings.metrics_interval, stores)
 
     # Lookup
 
@@ -98,7 +104,7 @@ class HicacheExtCache(BasePrefixCache):
         scope = self._scope(key.extra_key, key.cache_salt, lora)
         match = self.cache.match(scope, tokens)
         if params.req is not None:
-            params.req._hicache_ext_origin = Origin(self.cache.epoch, scope)
+            params.req._hicache_ext_origin = Origin(self.cache.era, scope)
         return MatchResult(
             device_prefix_len=match.device_len,
             last_device_node=match.device_node,
@@ -113,10 +119,15 @@ class HicacheExtCache(BasePrefixCache):
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         # Called once per admission, when the request's hits are final.
+        fetched = self.cache.take_arrived(req.rid)
         self.cache.unwant(req.rid)
+        if self._prefills is not None:
+            self._prefills.admitted(req)
         if not req.retracted_stain:
             loaded = min(req.host_loaded_length, req.prefix_len)
-            self.cache.stats.hit_host += loaded
+            fetched = min(fetched, loaded)
+            self.cache.stats.hit_store += fetched
+            self.cache.stats.hit_host += loaded - fetched
             self.cache.stats.hit_device += req.prefix_len - loaded
         return super().prefix_device_indices(req)
 
@@ -126,7 +137,7 @@ class HicacheExtCache(BasePrefixCache):
         self.cache.unwant(req.rid)
         origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
         doubtful = req.last_node is not None and req.last_node.doubt is not Doubt.NONE
-        if origin is None or origin.epoch != self.cache.epoch or doubtful:
+        if origin is None or origin.era != self.cache.era or doubtful:
             # Computed by older weights, or from a damaged page: its row stays its own.
             return
         length = up_to // self.page_size * self.page_size
@@ -170,6 +181,10 @@ class HicacheExtCache(BasePrefixCache):
         salt = getattr(req, "cache_salt", None)
         self.cache.want(req.rid, self._scope(req.extra_key, salt, req.lora_id), tokens)
 
+    def fetch_ended(self, req: Any) -> bool:
+        """Whether a queued request can be scheduled: nothing of it is on its way from a store."""
+        return not self.cache.waits(req.rid)
+
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self.cache.unwant(handle.rid)
 
@@ -178,6 +193,8 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
+        if self._prefills is not None:
+            self._prefills.result(batch)
         self.cache.settle_loads(batch.hicache_consumer_index)
         if self.cache.tree.condemned:
             self.recompute.take_back(scheduler, batch)
@@ -186,6 +203,7 @@ class HicacheExtCache(BasePrefixCache):
         """A control request is about to be carried out."""
         self.recompute.on_control(request)
         self._adapters.apply(request)
+        self._flush_asked = self._flush_asked or is_flush(request)
         change = weight_change(request)
         if change is not None:
             self.cache.advance(self._versions.after_update(change.version))
@@ -235,17 +253,16 @@ class HicacheExtCache(BasePrefixCache):
         self.counter.set_consumer(index)
         return index
 
-    def fetch_ended(self, req: Any) -> bool:
-        """Whether nothing of a queued request is on its way from a remote tier any more."""
-        return True
-
     # Once per scheduler step
 
     def check_hicache_events(self) -> None:
         start = time.perf_counter()
+        if self._prefills is not None:
+            self._prefills.step()
         self.cache.tick()
         self.recompute.settle(between_steps=True)
         self.cache.flush_backups()
+        self.cache.flush_writes()
         if self._check_every and self.cache.stats.ticks % self._check_every == 0:
             self.cache.check()
         if self._metrics is not None:
@@ -265,10 +282,14 @@ class HicacheExtCache(BasePrefixCache):
     # Lifetime
 
     def reset(self) -> None:
-        self.cache.reset()
+        # SGLang also resets after a weight update: those weights have a namespace of their own already.
+        self.cache.reset(flush=self._flush_asked)
+        self._flush_asked = False
 
     def release_host_resources(self) -> None:
         self.engine.close()
+        if self.stores is not None:
+            self.stores.engine.close()
         self.host.close()
 
 

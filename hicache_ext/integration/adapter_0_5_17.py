@@ -38,7 +38,8 @@ class Hits(NamedTuple):
     """Tokens that a request found in each tier."""
 
     device: int
-    host: int
+    host: int = 0
+    store: int = 0
 
 
 class RequestHandle(NamedTuple):
@@ -65,8 +66,10 @@ class HicacheExtCache0517(HicacheExtCache):
         scope = self._scope(key.extra_key, None, getattr(req, "lora_id", None))
         match = self.cache.match(scope, tokens)
         if req is not None:
-            req._hicache_ext_origin = Origin(self.cache.epoch, scope)
-            req._hicache_ext_hits = Hits(match.device_len, 0)
+            req._hicache_ext_origin = Origin(self.cache.era, scope)
+            req._hicache_ext_hits = Hits(match.device_len)
+            if self._prefills is not None:
+                self._prefills.admitted(req)
         return MatchResult(
             device_indices=self.path_device_indices(match.device_node),
             last_device_node=match.device_node,
@@ -78,9 +81,10 @@ class HicacheExtCache0517(HicacheExtCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
         req = params.req
         loaded, node = super().init_load_back(params)
+        fetched = min(self.cache.take_arrived(req.rid), loaded)
         # SGLang reports what was promised as loaded, unless it is told otherwise.
-        req.host_hit_length = loaded
-        req._hicache_ext_hits = Hits(len(req.prefix_indices), loaded)
+        req.host_hit_length, req.storage_hit_length = loaded, fetched
+        req._hicache_ext_hits = Hits(len(req.prefix_indices), loaded - fetched, fetched)
         return self.path_device_indices(node)[len(req.prefix_indices) :], node
 
     # A request's pages
@@ -120,6 +124,7 @@ class HicacheExtCache0517(HicacheExtCache):
         if not req.retracted_stain:
             self.cache.stats.hit_device += hits.device
             self.cache.stats.hit_host += hits.host
+            self.cache.stats.hit_store += hits.store
 
     def _publish(self, req: Any, tokens: np.ndarray, row: torch.Tensor) -> None:
         """Put the whole pages of a request's row into the tree, unless they are doubtful.
@@ -128,7 +133,7 @@ class HicacheExtCache0517(HicacheExtCache):
         theirs afterwards and the request's own are free.
         """
         origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
-        if origin is None or origin.epoch != self.cache.epoch or req.positional_embed_overrides is not None:
+        if origin is None or origin.era != self.cache.era or req.positional_embed_overrides is not None:
             return
         if req.last_node is not None and req.last_node.doubt is not Doubt.NONE:
             return

@@ -12,14 +12,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Labels
-from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.page import PrefixScope, page_identities
 from hicache_ext.core.policy.lru import TierAwareLru
+from hicache_ext.core.remote import Query, ResultQueue
+from hicache_ext.core.remote_tier import RemoteConfig
 from hicache_ext.core.residency import Doubt
 from hicache_ext.core.tick import CompletionQueue, Reduce
 from hicache_ext.core.tree import Node
@@ -153,6 +156,163 @@ class FakeTransfers:
             run(rng.randrange(count))
 
 
+StoreKey = tuple[bytes, int, bytes]
+"""Namespace, epoch, identity."""
+
+
+class SharedStore:
+    """What several servers share: page contents with their headers, and the epochs that were marked."""
+
+    def __init__(self) -> None:
+        self.pages: dict[StoreKey, tuple[np.ndarray, Header]] = {}
+        self.epochs: dict[bytes, int] = {}
+
+
+@dataclass
+class FetchJob:
+    seq: int
+    lookup: int
+    pages: np.ndarray
+    labels: Labels
+    arrived: int | None = None
+
+
+@dataclass
+class WriteJob:
+    seq: int
+    pages: np.ndarray
+    labels: Labels
+    before: list[Header | None]
+
+
+class FakeRemote:
+    """Runs a job when the test says so. A page that is given away too early shows: late reads scribble over
+    theirs, and writes compare their source with what it was."""
+
+    def __init__(self, transfers: FakeTransfers, shared: SharedStore) -> None:
+        self.transfers = transfers
+        self.shared = shared
+        self.lookups, self.arrivals = ResultQueue(), ResultQueue()
+        self.settled, self.written = ResultQueue(), ResultQueue()
+        self.lookup_jobs: list[tuple[int, Query]] = []
+        self.fetch_jobs: list[FetchJob] = []
+        self.write_jobs: list[WriteJob] = []
+        self.open: dict[int, list[bytes]] = {}
+        self.cancelled: set[int] = set()
+        self.up = True
+        self.version: tuple[bytes, int] | None = None
+        self.known: int | None = None
+        self.owned: Callable[[], set[int]] = set
+
+    def lookup(self, seq: int, query: Query) -> None:
+        self.open[seq] = []
+        self.lookup_jobs.append((seq, query))
+
+    def identities(self, seq: int) -> np.ndarray:
+        return np.frombuffer(b"".join(self.open[seq]), np.uint8).reshape(-1, 16)
+
+    def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:
+        assert lookup in self.open and lookup not in self.cancelled and len(pages) == len(labels) > 0
+        self.fetch_jobs.append(FetchJob(seq, lookup, pages, labels))
+
+    def cancel(self, lookup: int) -> None:
+        assert lookup in self.open and lookup not in self.cancelled
+        self.cancelled.add(lookup)
+
+    def end(self, lookup: int) -> None:
+        del self.open[lookup]
+        assert all(j.lookup != lookup or j.arrived is not None for j in self.fetch_jobs)
+
+    def write(self, seq: int, pages: np.ndarray, labels: Labels) -> None:
+        before = [self.transfers.headers[p] for p in pages.tolist()]
+        self.write_jobs.append(WriteJob(seq, pages, labels, before))
+
+    def use(self, namespace: bytes, epoch: int) -> None:
+        self.version, self.known = (namespace, epoch), None
+
+    def mark(self, namespace: bytes, epoch: int) -> None:
+        self.shared.epochs[namespace] = max(epoch, self.shared.epochs.get(namespace, 0))
+
+    def learned(self) -> int | None:
+        return self.known
+
+    def healthy(self) -> bool:
+        return self.up
+
+    def close(self) -> None:
+        pass
+
+    def learn(self) -> None:
+        if self.up and self.version is not None:
+            self.known = max(self.version[1], self.shared.epochs.get(self.version[0], 0))
+
+    def run_lookup(self, index: int = 0) -> None:
+        seq, query = self.lookup_jobs.pop(index)
+        names = page_identities(query.parent, query.tokens, self.transfers.device.page_size)[query.skip :]
+        self.open[seq] = names
+        keys = [(query.namespace, query.epoch, name) for name in names]
+        count = sum(1 for _ in takewhile(lambda key: key in self.shared.pages, keys)) if self.up else 0
+        self.lookups.post(seq, 0 if seq in self.cancelled else count)
+
+    def run_fetch(self, index: int = 0, *, late: bool = False) -> None:
+        """First the arrival, with all pages or, if ``late``, half of them; then, another time, the end."""
+        job = self.fetch_jobs[index]
+        if job.arrived is None:
+            good = self._read(job, len(job.pages) // 2 if late else len(job.pages))
+            job.arrived = good
+            self.arrivals.post(job.seq, good)
+            return
+        del self.fetch_jobs[index]
+        assert set(job.pages[job.arrived :].tolist()) <= self.owned(), "given away while a store writes there"
+        self.transfers.host[job.pages[job.arrived :]] = POISON
+        self.settled.post(job.seq)
+
+    def run_write(self, index: int = 0) -> None:
+        job = self.write_jobs.pop(index)
+        now = [self.transfers.headers[p] for p in job.pages.tolist()]
+        assert now == job.before, "overwritten while a store reads it"
+        stored = 0
+        for page, header in zip(job.pages.tolist(), headers_of(job.labels), strict=True):
+            sealed = self.transfers.headers[page]
+            if self.up:
+                stored += 1
+                if sealed is not None and sealed[:3] == header:
+                    key = (header[1], header[2], header[0])
+                    self.shared.pages.setdefault(key, (self.transfers.host[page].copy(), sealed))
+        self.written.post(job.seq, stored)
+
+    def run_some(self, rng: random.Random) -> None:
+        self.learn()
+        choices: list[tuple[Callable[[int], None], int]] = [
+            (self.run_lookup, len(self.lookup_jobs)),
+            (lambda i: self.run_fetch(i, late=rng.random() < 0.2), len(self.fetch_jobs)),
+            (self.run_write, len(self.write_jobs)),
+        ]
+        runnable = [(run, count) for run, count in choices if count]
+        if runnable:
+            run, count = rng.choice(runnable)
+            run(rng.randrange(count))
+
+    def run_all(self) -> None:
+        self.learn()
+        while self.lookup_jobs:
+            self.run_lookup()
+        while self.fetch_jobs:
+            self.run_fetch()
+        while self.write_jobs:
+            self.run_write()
+
+    def _read(self, job: FetchJob, limit: int) -> int:
+        good = 0
+        for page, header in zip(job.pages.tolist()[:limit], headers_of(job.labels), strict=False):
+            found = self.shared.pages.get((header[1], header[2], header[0])) if self.up else None
+            if found is None or found[1] != (*header, int(found[0].sum())):
+                break
+            self.transfers.host[page], self.transfers.headers[page] = found[0], found[1]
+            good += 1
+        return good
+
+
 @dataclass
 class Rig:
     """A cache over fakes."""
@@ -160,6 +320,12 @@ class Rig:
     device: FakeDevice
     transfers: FakeTransfers
     cache: TieredCache
+    stores: FakeRemote | None = None
+
+    @property
+    def remote(self) -> FakeRemote:
+        assert self.stores is not None
+        return self.stores
 
 
 def make_rig(
@@ -172,7 +338,10 @@ def make_rig(
     tick_limit: int = 64,
     backup_limit: int = 1 << 16,
     reduce: Reduce | None = None,
+    shared: SharedStore | None = None,
+    remote: RemoteConfig | None = None,
 ) -> Rig:
+    """With a remote tier if there is a store to share."""
     device = FakeDevice(device_pages, page_size)
     transfers = FakeTransfers(device, host_pages)
     config = CacheConfig(
@@ -182,8 +351,15 @@ def make_rig(
         evict_granule=evict_granule,
         tick_limit=tick_limit,
         backup_limit=backup_limit,
+        remote=remote,
     )
-    return Rig(device, transfers, TieredCache(config, TierAwareLru(), device, transfers, reduce=reduce))
+    stores = None if shared is None else FakeRemote(transfers, shared)
+    cache = TieredCache(config, TierAwareLru(), device, transfers, reduce=reduce, remote=stores)
+    if stores is not None:
+        tier = cache.remote
+        assert tier is not None
+        stores.owned = lambda: {p for pages in tier.outside() for p in pages.tolist()}
+    return Rig(device, transfers, cache, stores)
 
 
 def kv_of(scope: PrefixScope, tokens: np.ndarray) -> np.ndarray:
@@ -224,8 +400,11 @@ def settle(rig: Rig) -> None:
     """Let every transfer finish and be applied."""
     for _ in range(100):
         rig.cache.flush_backups()
+        rig.cache.flush_writes()
         rig.cache.start_loads()
         rig.transfers.drain()
+        if rig.stores is not None:
+            rig.stores.run_all()
         rig.cache.tick()
         if not rig.cache.pending():
             return

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.core.cache import Stats, WritePolicy
+from hicache_ext.core.cache import TieredCache, WritePolicy
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
+from hicache_ext.core.remote_tier import RemoteConfig
 from hicache_ext.core.residency import Residency, Tier
 from hicache_ext.core.tick import Reduce
 from hicache_ext.core.tickets import Kind
@@ -20,6 +21,7 @@ from hicache_ext.core.tree import Node
 from tests.core.fakes import (
     Ranks,
     Rig,
+    SharedStore,
     assert_idle,
     content,
     device_len,
@@ -56,6 +58,7 @@ def backed_up(rig: Rig, tokens: np.ndarray) -> bool:
 def step(rig: Rig) -> None:
     rig.cache.tick()
     rig.cache.flush_backups()
+    rig.cache.flush_writes()
 
 
 # Write-through
@@ -1101,6 +1104,7 @@ class Life:
         self.rng = random.Random(seed)
         count = self.rng.randint(2, 3)
         device_pages, host_pages = self.rng.randint(6, 14), self.rng.randint(0, 14)
+        stores = self.rng.random() < 0.8
 
         def make(reduce: Reduce) -> Rig:
             return make_rig(
@@ -1109,6 +1113,9 @@ class Life:
                 write_policy=policy,
                 tick_limit=2,
                 reduce=reduce,
+                # Each rank keeps its own heads, so no rank reads what another wrote.
+                shared=SharedStore() if stores else None,
+                remote=RemoteConfig(window=2, write_batch=2, write_limit=4),
             )
 
         self.ranks = Ranks(count, make)
@@ -1132,18 +1139,18 @@ class Life:
     def step(self) -> None:
         tokens, roll = self.prompt(), self.rng.random()
         count = self.rng.randint(1, 4)
-        if roll < 0.3:
+        if roll < 0.27:
             self.ranks.same(lambda rig: self.put_if_room(rig, tokens))
-        elif roll < 0.5:
+        elif roll < 0.42:
             tokens = self.on_host()
             self.ranks.same(lambda rig: rig.cache.load(node_at(rig, tokens)))
             upto = self.ranks.same(lambda rig: rig.cache.start_loads())
             if count > 2:
                 self.ranks.each(lambda rig: rig.cache.settle_loads(upto))
-        elif roll < 0.65:
+        elif roll < 0.55:
             self.ranks.same(lambda rig: rig.cache.evict(2 * count * PAGE))
-        elif roll < 0.68:
-            self.ranks.same(lambda rig: rig.cache.evict_host(count))
+        elif roll < 0.6:
+            self.ranks.same(lambda rig: rig.cache.evict_host(4 * count if rig.stores else count))
         elif roll < 0.75:
             rid = f"r{len(self.queued)}"
             self.queued.append(rid)
@@ -1152,7 +1159,7 @@ class Life:
             gone = self.queued.pop()
             self.ranks.each(lambda rig: rig.cache.unwant(gone))
         elif roll < 0.81:
-            self.ranks.each(lambda rig: rig.cache.reset())
+            self.ranks.each(lambda rig: rig.cache.reset(flush=count > 2))
             self.ranks.each(lambda rig: rig.device.clear())
         elif roll < 0.82:
             self.ranks.each(lambda rig: rig.cache.advance(bytes([count]) * 32))
@@ -1175,33 +1182,41 @@ class Life:
             rig.transfers.corrupt(int(rng.choice(rng.choice(runs))))
         for _ in range(rng.randint(0, 4)):
             rig.transfers.run_some(rng)
+        if rig.stores is not None:
+            rig.stores.up = rng.random() < 0.98
+            for _ in range(rng.randint(0, 8)):
+                rig.stores.run_some(rng)
 
     def compare(self, tokens: np.ndarray) -> None:
         """Match lengths, the device's free pages in order, and every page table."""
         self.ranks.same(lambda rig: (device_len(rig, tokens), host_len(rig, tokens)))
         self.ranks.same(page_tables)
         self.ranks.same(lambda rig: asdict(rig.cache.stats))
+        self.ranks.same(lambda rig: [rig.cache.waits(rid) for rid in self.queued])
+        self.ranks.same(lambda rig: rig.cache.remote and asdict(rig.cache.remote.stats))
         self.ranks.each(lambda rig: rig.cache.check())
 
 
 @pytest.mark.timeout(120)
 def test_kind_rank_divergent_hits() -> None:
     """After each step all ranks would give the same hits, have the same victims and use the same pages."""
-    loaded = refused = 0
+    loaded = refused = fetched = 0
 
     @settings(deadline=None, derandomize=True, max_examples=60)
     @given(st.integers(0, 2**20), st.sampled_from(list(WritePolicy)))
     def lives(seed: int, policy: WritePolicy) -> None:
-        nonlocal loaded, refused
-        stats = live(seed, policy)
-        loaded, refused = loaded + stats.loaded, refused + stats.refused
+        nonlocal loaded, refused, fetched
+        cache = live(seed, policy)
+        loaded, refused = loaded + cache.stats.loaded, refused + cache.stats.refused
+        fetched += cache.remote.stats.fetched if cache.remote else 0
 
     lives()
     assert loaded >= 100 * PAGE, "the ranks hardly ever load from the host"
     assert refused >= 20 * PAGE, "the ranks hardly ever refuse a page"
+    assert fetched >= 20 * PAGE, "the ranks hardly ever fetch from a store"
 
 
-def live(seed: int, policy: WritePolicy) -> Stats:
+def live(seed: int, policy: WritePolicy) -> TieredCache:
     life = Life(seed, policy)
     try:
         for _ in range(40):
@@ -1213,7 +1228,7 @@ def live(seed: int, policy: WritePolicy) -> Stats:
                 tokens = np.concatenate([n.tokens for n in rig.cache.tree.path(node)][::-1])
                 have = content(rig, tokens)
                 assert have.tolist() == kv_of(SCOPE, tokens)[: len(have)].tolist()
-        return life.ranks.rigs[0].cache.stats
+        return life.ranks.rigs[0].cache
     finally:
         life.ranks.close()
 

@@ -85,5 +85,9 @@ class EvictionPolicy:
         """Whether a copy of ``node`` may take room in ``tier``, which has no room to spare."""
         return True
 
+    def worth_storing(self, node: Node) -> bool:
+        """Whether a copy of ``node``, which is on the host, should be written to a store."""
+        return True
+
     def clear(self) -> None:
         """Every node is gone. What was learned about the workload may stay."""

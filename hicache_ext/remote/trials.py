@@ -1,0 +1,68 @@
+"""Fetches that nobody waits for: they tell the planner what the stores are worth now.
+
+They read into scratch pages, one at a time, and what they read is thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+
+import numpy as np
+
+from hicache_ext.core.header import Labels
+from hicache_ext.remote.context import REPLACE_S, Context
+from hicache_ext.remote.host_rows import leading
+from hicache_ext.remote.planning import STORE, FetchPlan
+from hicache_ext.stores.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+class Trials:
+    def __init__(self, context: Context, pages: np.ndarray) -> None:
+        """``pages`` are scratch pages."""
+        self._context = context
+        self._pages = pages
+        self._free = threading.Lock()
+        self._pool = Workers("remote trial", 1)
+
+    def start(self, plan: FetchPlan, labels: Labels) -> None:
+        """Fetch the pages of a plan, as far as there is room; ends the plan."""
+        pages = self._pages[: len(labels)]
+        if not len(pages) or not self._free.acquire(blocking=False):
+            self._context.planner.ended(plan, 0, time.monotonic())
+            return
+        job = self._pool.submit(partial(self._run, plan, pages, labels[: len(pages)]))
+
+        def replace() -> None:
+            self._context.planner.ended(plan, 0, time.monotonic())
+            if self._pool.give_up(job) and job.future.cancelled():
+                self._free.release()
+
+        self._context.alarms.at(plan.deadline + REPLACE_S, replace)
+
+    def close(self, timeout: float) -> None:
+        self._pool.close(timeout)
+
+    def _run(self, plan: FetchPlan, pages: np.ndarray, labels: Labels) -> None:
+        context = self._context
+        rows, speeds = context.rows.rows(pages), context.planner.speeds
+        whole = 0
+        try:
+            speeds.fetch_began(STORE, time.monotonic())
+            nbytes = 0
+            try:
+                outcome = context.stack.get(context.rows.keys(labels), rows, plan.deadline)
+                nbytes = int(outcome.ok.sum()) * context.rows.geometry.object_bytes
+                whole = leading(context.rows.whole(outcome.ok))
+            finally:
+                speeds.fetch_ended(STORE, nbytes, time.monotonic())
+            context.stats.count(trial_pages=whole)
+        except Exception:
+            logger.exception("hicache-ext: measuring the remote tier failed")
+        finally:
+            context.planner.ended(plan, whole, time.monotonic())
+            context.settling.when_free(rows, self._free.release)

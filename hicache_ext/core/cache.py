@@ -621,6 +621,10 @@ class TieredCache:
     def _drop_host(self, node: Node) -> None:
         self.stats.evicted_host += len(node)
         self._release_host(node)
+        parent = node.parent
+        if self.remote is not None and node.store_queued and parent is not None and parent.host is READY:
+            # It may have been cut from the end of a run whose rest still waits to be written.
+            self.remote.offer(parent)
         if node.device is ABSENT:
             self.tree.prune(node)
 

@@ -319,7 +319,7 @@ def simulate(
     prior: float = 1.0,
     latency: float = 5e-4,
     share: float = 0.9,
-    count: int = 300,
+    count: int = 250,
     answers: bool = False,
     ahead_error: float = 1.0,
 ) -> tuple[Simulation, Simulation]:

@@ -65,8 +65,8 @@ def test_a_restart_finds_what_the_disk_holds(rig_of: MakeRig, tmp_path: Path) ->
     disk = f"file://{tmp_path / 'a'}?size_gb=0.001"
     first = rig_of(make=opening(disk))
     first.store(prompt(1, 2, 3))
-    first.engine.mark(b"\x01" * 32, 6)
-    assert eventually(lambda: not first.engine._epochs._due)
+    first.engine.use(b"\x01" * 32, 5)
+    assert eventually(lambda: first.engine.learned() == 6)
     first.close()
     rig = rig_of(make=opening(disk))
     assert rig.found(prompt(1, 2, 3))[1] == 3
@@ -113,8 +113,8 @@ class TestMooncake:
         assert result(two.engine.arrivals, two.fetch(seq, [9, 10, 11], labels)) == 3
         assert two.holds([9, 10, 11], labels)
         two.engine.end(seq)
-        one.engine.mark(labels.namespace, 1)
-        assert eventually(lambda: two.engine.learned() == 1)
+        one.engine.use(labels.namespace, 1)
+        assert eventually(lambda: two.engine.learned() == 2)
 
     def test_kind_backend_down_killed_frozen_and_back(self, rig_of: MakeRig, tmp_path: Path) -> None:
         """Kind 12 with a real master: requests recompute meanwhile, and it comes back by itself."""

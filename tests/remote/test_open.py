@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache_ext.core.header import Integrity
 from hicache_ext.remote.engine import RemoteEngine, scratch_pages
-from hicache_ext.remote.open import Wrap, open_remote
+from hicache_ext.remote.open import open_remote
 from hicache_ext.stores.base import Store, StoreError
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.seal import Seal
@@ -22,11 +23,9 @@ from tests.stores.mooncake_service import Master, free_port
 Make = Callable[[HostPagePool, Seal, EagerPlanner], RemoteEngine]
 
 
-def opening(*urls: str, wrap: Wrap | None = None, replica: int = 0, replicas: int = 1) -> Make:
+def opening(*urls: str, **options: Any) -> Make:
     def make(pool: HostPagePool, seal: Seal, planner: EagerPlanner) -> RemoteEngine:
-        return open_remote(
-            urls, pool.layout, pool, seal, planner, replica=replica, replicas=replicas, wrap=wrap
-        )
+        return open_remote(urls, pool.layout, pool, seal, planner, **options)
 
     return make
 
@@ -105,7 +104,7 @@ class TestMooncake:
 
     def test_two_servers_share_pages_and_epochs(self, rig_of: MakeRig, mooncake_master: Master) -> None:
         url = mooncake_master.url + "&segment_gb=0.064"
-        one, two = rig_of(make=opening(url)), rig_of(make=opening(url, replica=1, replicas=2))
+        one, two = rig_of(make=opening(url)), rig_of(make=opening(url, replica=1, replicas=2, writes=False))
         labels = one.store(prompt(1, 2, 3))
         assert result(two.engine.written, two.write([0, 1, 2], labels)) == 3
         seq, pages = two.found(prompt(1, 2, 3))

@@ -40,8 +40,10 @@ Found = tuple[int, tuple[int, ...]]
 class EpochWatch:
     """A thread that looks into each store about once a second.
 
-    A store is used for pages only once it was asked for marks of the namespace (``asked``), and after a flush
-    of this server only once it has the marks of the number that was claimed.
+    A store is used for pages once it has been asked for marks of the namespace, and the server is at the
+    number that came of it (``asked``). After a flush of this server, that number is above all marks that were
+    there when the store was first asked, and its own marks are there: what others have stored with it is of
+    after the flush. A store that was away may have such a mark already; then a higher number is claimed.
     """
 
     def __init__(
@@ -64,7 +66,12 @@ class EpochWatch:
         self._own = 0
         # The highest shared number that is known; None after a flush, until one is claimed.
         self._shared: int | None = None
-        self._asked = [False] * len(stack.stores)
+        # Whether this server has flushed the namespace.
+        self._flushed = False
+        # Of each store, since the namespace was first used or flushed: the highest mark when it was first
+        # asked, or a bound of it; and the number from which on it is used.
+        self._floor: list[int | None] = [None] * len(stack.stores)
+        self._clear: list[int | None] = [None] * len(stack.stores)
         # Counts what makes the answer to a look worthless.
         self._round = 0
         self._closed = False
@@ -82,18 +89,21 @@ class EpochWatch:
             if namespace == self._namespace and not is_local(epoch):
                 self._shared = max(self._shared or 0, epoch)
             else:
-                self._shared = None if is_local(epoch) else epoch
-                self._asked = [False] * len(self._asked)
+                self._flushed = is_local(epoch)
+                self._shared = None if self._flushed else epoch
+                self._floor = [None] * len(self._floor)
+                self._clear = [None] * len(self._clear)
             self._namespace, self._own = namespace, epoch
             self._round += 1
         self._wake.set()
 
     def learned(self) -> int | None:
         with self._lock:
-            return self._shared if any(self._asked) else None
+            return None if self._clear.count(None) == len(self._clear) else self._shared
 
     def asked(self, store: int) -> bool:
-        return self._asked[store]
+        number, own = self._clear[store], self._own
+        return number is not None and number <= own and not is_local(own)
 
     def close(self, timeout: float) -> None:
         self._closed = True
@@ -114,34 +124,40 @@ class EpochWatch:
     def _look(self) -> bool:
         """Ask all stores, and write what is missing; whether nothing is left to do."""
         with self._lock:
-            namespace, own, shared, number = self._namespace, self._own, self._shared, self._round
+            namespace, own, shared, round_ = self._namespace, self._own, self._shared, self._round
+            flushed, floor, clear = self._flushed, list(self._floor), list(self._clear)
         if namespace is None:
             return True
         found = self._look_into_all(namespace, own if shared is None else shared)
         if not found:
             return False
+        for store, (top, missing) in found.items():
+            if floor[store] is None:
+                floor[store] = top - (top in missing)
         highest = max(top for top, _ in found.values())
-        if shared is None:
-            highest = claim(own, highest)
+        below = max(top for top in floor if top is not None)
+        claims = flushed and (shared is None or shared <= below)
+        if claims:
+            highest = claim(max(own, shared or 0), highest)
             found = dict.fromkeys(found, (highest, tuple(chain(highest))))
-        done = []
+        any_marked = False
         for store, (top, missing) in found.items():
             # Below the highest, what is missing is known after the next look.
             marked = top == highest and self._write(namespace, missing, store)
-            if marked or not is_local(own):
-                done.append(store)
+            any_marked = any_marked or marked
+            if clear[store] is None and (marked or not flushed):
+                clear[store] = highest
+        known = clear.count(None) < len(clear)
         with self._lock:
-            if number != self._round:
+            if round_ != self._round:
                 return False
-            if done:
-                self._shared = highest
-            for store in done:
-                self._asked[store] = True
-            well = all(self._asked) and all(top == highest for top, _ in found.values())
-        if done and self._first_learned is not None:
-            self._first_learned(namespace, highest)
+            self._floor, self._clear = floor, clear
+            if any_marked or not claims:
+                self._shared = shared = highest
+        if known and shared is not None and self._first_learned is not None:
+            self._first_learned(namespace, shared)
             self._first_learned = None
-        return well
+        return known and all(top == highest for top, _ in found.values())
 
     def _look_into_all(self, namespace: bytes, epoch: int) -> dict[int, Found]:
         """By store, of those that answer."""

@@ -169,6 +169,7 @@ def test_a_store_that_has_not_been_asked_yet_is_not_used(rig_of: MakeRig) -> Non
     while rig.engine.learned() == 0:
         assert rig.found(prompt(1, 2))[1] == 0 or rig.engine.learned() == number
     assert rig.engine.learned() == number
+    assert rig.found(prompt(1, 2))[1] == 0
     # What one store knows is passed on to the other.
     assert eventually(lambda: number in marks(near))
 
@@ -188,6 +189,56 @@ def test_a_store_that_was_away_during_a_flush_is_used_once_it_is_marked(rig_of: 
     seq, pages = rig.found(prompt(1, 2), epoch=number)
     assert pages == 2
     assert result(rig.engine.arrivals, rig.fetch(seq, [9, 10], labels)) == 2
+
+
+def test_a_number_that_a_store_knew_before_it_was_claimed_is_given_up(rig_of: MakeRig) -> None:
+    """The store was away when it was claimed, and has pages of others with it: of before the flush."""
+    inner = SharedMemoryStore()
+    far = Down(inner)
+    other = rig_of(SharedMemoryStore(inner))
+    number = flush(other, 0)
+    other.store(prompt(1, 2), epoch=number)
+    rig = rig_of(SharedMemoryStore(), far)
+    assert rig.engine.learned() == number
+    far.down = True
+    rig.engine.use(OTHER, 0)
+    rig.engine.use(NAMESPACE, 0)
+    assert flush(rig, 0) == number
+    far.down = False
+    while (known := rig.engine.learned()) == number:
+        assert rig.found(prompt(1, 2), epoch=number)[1] == 0
+    # Nor while the cache has not heard of it.
+    assert rig.found(prompt(1, 2), epoch=number)[1] == 0
+    assert known == number + 2
+    rig.engine.use(NAMESPACE, known)
+    assert eventually(lambda: all(state.learned for state in rig.engine.store_states()))
+    assert rig.found(prompt(1, 2), epoch=known)[1] == 0
+    assert learns(other, known)
+
+
+def test_ranks_that_are_flushed_together_agree_soon(rig_of: MakeRig) -> None:
+    """Each claims for itself, and all take the highest: as soon as one has one, or when all have."""
+    store = SharedMemoryStore()
+    ranks = [rig_of(store), *(rig_of(SharedMemoryStore(store)) for _ in range(2))]
+    epoch = 0
+    for patient in (False, True):
+        before, epoch = epoch, flushed(epoch)
+        for rank in ranks:
+            rank.engine.use(NAMESPACE, epoch)
+        settled = 0
+        while settled < 10:
+            learned = [rank.engine.learned() for rank in ranks]
+            highest = max((number or 0 for number in learned), default=0)
+            if highest > epoch and not (patient and None in learned):
+                epoch = highest
+                for rank in ranks:
+                    rank.engine.use(NAMESPACE, epoch)
+            used = all(state.learned for rank in ranks for state in rank.engine.store_states())
+            settled = settled + 1 if used and set(learned) == {epoch} else 0
+            time.sleep(0.01)
+        assert before < epoch <= before + 2 * len(ranks)
+        ranks[0].store(prompt(1), epoch=epoch)
+        assert [rank.found(prompt(1), epoch=epoch)[1] for rank in ranks] == [1, 1, 1]
 
 
 def test_namespaces_are_apart(rig_of: MakeRig) -> None:

@@ -148,7 +148,7 @@ class RemoteEngine:
         self._epochs.use(namespace, epoch)
 
     def mark(self, namespace: bytes, epoch: int) -> None:
-        self._epochs.mark(namespace, epoch)
+        """``use`` does it: at a local epoch the server claims a shared one, and marks that."""
 
     def learned(self) -> int | None:
         return self._epochs.learned()

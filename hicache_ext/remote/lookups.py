@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache_ext.core.epochs import is_local
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import IDENTITY_BYTES, page_identities
 from hicache_ext.core.remote import Query, ResultQueue
@@ -102,8 +103,8 @@ class Lookups:
         lookup = self._known[seq] = Lookup(query, Answer(self._queue, seq))
         now = time.monotonic()
         asked = None
-        if len(query.tokens) > query.skip * self._page_size and context.ready():
-            tokens = len(query.tokens) - query.skip * self._page_size
+        tokens = len(query.tokens) - query.skip * self._page_size
+        if tokens > 0 and not is_local(query.epoch) and context.ready():
             asked = context.planner.plan_lookup(STORE, query.start, tokens, now)
         waits = asked is not None and asked.deadline > asked.started
         context.stats.count(lookups=1, lookups_skipped=not waits)

@@ -93,7 +93,7 @@ def rig(
         segment = Segment(master, megabytes, hosts["store"])
         stack.callback(segment.close)
         urls = [master.url(segment_gb=0)]
-            server = stack.enter_context(
+        server = stack.enter_context(
             tiny_remote(model, tmp_path / "server", urls, host=hosts["server"], host_tokens=HOST)
         )
         plain = stack.enter_context(tiny_remote(model, tmp_path / "plain", [], host_tokens=HOST))

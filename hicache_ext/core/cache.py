@@ -250,6 +250,10 @@ class TieredCache:
         """Whether pages of a queued request are on their way from a store; never for longer than planned."""
         return self.remote is not None and self.remote.waits(rid)
 
+    def fetching(self) -> bool:
+        """Whether a queued request waits for a store."""
+        return self.remote is not None and self.remote.fetching()
+
     def take_arrived(self, rid: str) -> int:
         """Tokens that were fetched from a store for a queued request, told once."""
         return 0 if self.remote is None else self.remote.take_arrived(rid)

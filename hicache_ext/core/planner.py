@@ -36,6 +36,8 @@ class PlanSettings:
     slack: float = 2.0
     grace: float = 0.01
     """A call to a store is late after ``slack`` times its estimate plus ``grace``."""
+    patience: float = 0.1
+    """Grace as a share of the prefill at stake: a thread that is held up for a moment is no slow store."""
     window: float = 0.01
     """What one call to a store should last at least, so that its latency does not count."""
     credit: float = 0.2
@@ -367,7 +369,8 @@ class Planner:
         saved = self._saved(rates, plan.start, plan._arrived)
         lost = plan.since + max(plan.ahead, plan.allowance) + saved
         call = rate.seconds(queued + plan.window * self.page_bytes)
-        late = now + self.settings.slack * call + self.settings.grace
+        patience = self.settings.patience * rates.recompute(plan.start, plan.pages * self.page_tokens)
+        late = now + self.settings.slack * call + max(self.settings.grace, patience)
         return min(lost, max(late, plan.since + plan.ahead))
 
     def _allowance(self, state: _StoreState, at_stake: float, *, lookup: bool = False) -> float:

@@ -29,6 +29,9 @@ from hicache_ext.core.tree import Match, Node, TieredRadixTree
 LANES = 8
 """Results of each kind that are agreed on in one step."""
 
+_DEAD_SLACK = 1024
+"""Nodes that are gone may stay in the queue up to this many more than there are in the tree."""
+
 _STATE = 7
 VECTOR = _STATE + 3 * LANES
 
@@ -64,6 +67,14 @@ class RemoteStats:
     """Not written because the policy does not expect them back."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A queued prompt, whole pages; its first ``shared`` tokens are those of the fetch it waits for."""
+
+    tokens: np.ndarray
+    shared: int
+
+
 @dataclass(eq=False)
 class Fetch:
     """What a queued request, and those with the same beginning behind it, wait for."""
@@ -74,9 +85,10 @@ class Fetch:
     tokens: np.ndarray
     start: int
     """Tokens that were matched when it was asked for."""
-    rids: dict[str, np.ndarray]
-    """The prompts of those who wait, the first one's included."""
+    rids: dict[str, Waiting]
+    """Those who wait, the first one included."""
     head: tuple[int, bytes]
+    """The node and page from which it goes on: whoever would begin there waits for it instead."""
     pos: int = 0
     stop: int = 0
     anchor: Node | None = None
@@ -135,28 +147,15 @@ class RemoteTier:
     def ask(self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match) -> None:
         """Look for what ``tokens`` continues after ``match``, unless it is already on its way."""
         self.forget(rid)
-        if not self.usable:
-            return
-        size = self._tree.page_size
-        start = match.device_len + match.host_len
-        stop = len(tokens) // size * size
-        if stop <= start:
-            return
-        head = (match.host_node.id, tokens[start : start + size].tobytes())
-        fetch = self._heads.get(head)
-        if fetch is None:
-            self._lookup_seq += 1
-            own = tokens[:stop].copy()
-            fetch = Fetch(self._lookup_seq, rid, scope, own, start, {}, head)
-            self._lookups[fetch.seq] = self._heads[head] = fetch
-            self.stats.lookups += 1
-            self.remote.lookup(fetch.seq, self._query(scope, own, match.host_node, start))
-        fetch.rids[rid] = fetch.tokens if fetch.rid == rid else tokens[:stop].copy()
-        self._fetches[rid] = fetch
+        self._join(rid, scope, tokens, match)
 
     def waits(self, rid: str) -> bool:
         """Whether pages of this request are on their way."""
         return rid in self._fetches
+
+    def fetching(self) -> bool:
+        """Whether any request waits."""
+        return bool(self._fetches)
 
     def forget(self, rid: str) -> None:
         """The request no longer waits; unknown ids are ignored."""
@@ -179,6 +178,11 @@ class RemoteTier:
         if not node.stored and not node.store_queued:
             node.store_queued = True
             self._queue.append(node)
+            if len(self._queue) > 2 * self._tree.nodes + _DEAD_SLACK:
+                # In an outage nothing else takes them out.
+                gone = [n for n in self._queue if n.parent is None]
+                self.stats.store_declined += sum(map(len, gone))
+                self._queue = deque(n for n in self._queue if n.parent is not None)
 
     def flush(self) -> None:
         """Start writing what was offered, oldest first, as far as the limits allow."""
@@ -200,6 +204,8 @@ class RemoteTier:
         """This rank's state as int64 ``[VECTOR]``, to be reduced by MIN."""
         remote, applied = self.remote, self._applied
         learned = remote.learned()
+        # Only to forget them: their values say nothing.
+        remote.settled.results(applied["settled"], 0)
         return np.array(
             [
                 remote.lookups.done(),
@@ -288,6 +294,26 @@ class RemoteTier:
 
     # Internals
 
+    def _join(self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match) -> None:
+        if not self.usable:
+            return
+        size = self._tree.page_size
+        start = match.device_len + match.host_len
+        stop = len(tokens) // size * size
+        if stop <= start:
+            return
+        own = tokens[:stop].copy()
+        head = (match.host_node.id, own[start : start + size].tobytes())
+        fetch = self._heads.get(head)
+        if fetch is None:
+            self._lookup_seq += 1
+            fetch = Fetch(self._lookup_seq, rid, scope, own, start, {}, head)
+            self._lookups[fetch.seq] = self._heads[head] = fetch
+            self.stats.lookups += 1
+            self.remote.lookup(fetch.seq, self._query(scope, own, match.host_node, start))
+        fetch.rids[rid] = Waiting(own, self._tree.common(own, fetch.tokens))
+        self._fetches[rid] = fetch
+
     def _query(self, scope: PrefixScope, tokens: np.ndarray, node: Node, start: int) -> Query:
         """Hashes nothing: the chain is taken up where the tree has hashed last."""
         above = next((n for n in self._tree.path(node) if n.identities is not None), None)
@@ -331,8 +357,12 @@ class RemoteTier:
     def _next_window(self, fetch: Fetch) -> None:
         size = self._tree.page_size
         count = min((fetch.stop - fetch.pos) // size, self.config.window)
-        pages = self._room(count) if count else None
+        pages = self._room(count)
         if pages is None:
+            # Not enough could be evicted; what could is of no use to anybody else now.
+            count = min(count, self._host_pages.free)
+            pages = self._host_pages.alloc(count)
+        if pages is None or not count:
             self.stats.no_room += fetch.stop - fetch.pos
             return self._end(fetch)
         self._window_seq += 1
@@ -346,7 +376,8 @@ class RemoteTier:
         size = self._tree.page_size
         window = self._windows.pop(seq)
         fetch, pages = window.fetch, window.pages
-        if fetch.stale or fetch.anchor is None:
+        if fetch.stale or fetch.anchor is None or fetch.anchor.doubt is not Doubt.NONE:
+            # Nobody would find it there.
             self._unsettled[seq] = pages
             return self._end(fetch)
         first = (fetch.pos - fetch.start) // size
@@ -364,6 +395,18 @@ class RemoteTier:
             self._arrived[fetch.rid] = self._arrived.get(fetch.rid, 0) + good * size
         if good < len(pages) or fetch.pos >= fetch.stop:
             return self._end(fetch)
+        for rid, waiting in list(fetch.rids.items()):
+            if waiting.shared <= fetch.pos:
+                # The rest is not its prompt.
+                del fetch.rids[rid], self._fetches[rid]
+                self._go_on(rid, fetch, waiting)
+        if not fetch.rids:
+            return self._end(fetch)
+        head = (node.id, fetch.tokens[fetch.pos : fetch.pos + size].tobytes())
+        if head not in self._heads:
+            del self._heads[fetch.head]
+            fetch.head = head
+            self._heads[head] = fetch
         self._next_window(fetch)
 
     def _abandon(self, fetch: Fetch) -> None:
@@ -374,16 +417,20 @@ class RemoteTier:
             self.remote.cancel(fetch.seq)
 
     def _end(self, fetch: Fetch) -> None:
-        """Nothing more will come: those who wait match what there is, or ask for what they lack."""
+        """Nothing more will come for those who wait."""
         waiting = {} if fetch.stale else dict(fetch.rids)
         self._let_go(fetch)
         del self._lookups[fetch.seq]
         self.remote.end(fetch.seq)
-        for rid, tokens in waiting.items():
-            match = self._tree.match(fetch.scope, tokens, touch=False)
-            self._tree.want(rid, match.host_node)
-            if rid != fetch.rid:
-                self.ask(rid, fetch.scope, tokens, match)
+        for rid, prompt in waiting.items():
+            self._go_on(rid, fetch, prompt)
+
+    def _go_on(self, rid: str, fetch: Fetch, waiting: Waiting) -> None:
+        """The request matches what there is, and asks for what the fetch did not ask for."""
+        match = self._tree.match(fetch.scope, waiting.tokens, touch=False)
+        self._tree.want(rid, match.host_node)
+        if waiting.shared <= match.device_len + match.host_len:
+            self._join(rid, fetch.scope, waiting.tokens, match)
 
     def _let_go(self, fetch: Fetch) -> None:
         if fetch.anchor is not None:
@@ -410,7 +457,7 @@ class RemoteTier:
             for member in reversed(list(above)):
                 if not self._tree.policy.worth_storing(member):
                     # Without it, nothing below it is found.
-                    self.stats.store_refused += len(member)
+                    self.stats.store_refused += len(node)
                     break
                 if not budget:
                     node.store_queued = True

@@ -114,6 +114,7 @@ class TicketBook:
         for node in self._tree.walk():
             assert (node.host is Residency.PENDING) == (node.id in pending[Kind.BACKUP]), node
             assert (node.device is Residency.PENDING) == (node.id in pending[Kind.LOAD]), node
+            assert all(self.open[t.kind].get(t.seq) is t for t in node.tickets), node
 
     def _end(self, ticket: Ticket, state: State) -> None:
         if ticket.state is not State.OPEN:

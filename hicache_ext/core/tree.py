@@ -159,7 +159,7 @@ class TieredRadixTree:
             child = node.children.get(self._key(node, scope, tokens, pos))
             if child is None or (child.device is ABSENT and child.host is not READY):
                 break
-            common = self._common(child.tokens, tokens[pos:end])
+            common = self.common(child.tokens, tokens[pos:end])
             if common < len(child):
                 child = self.split(child, common)
             if touch:
@@ -190,7 +190,7 @@ class TieredRadixTree:
                 self.policy.created(child)
                 common = end - pos
             else:
-                common = self._common(child.tokens, tokens[pos:end])
+                common = self.common(child.tokens, tokens[pos:end])
                 if common < len(child):
                     child = self.split(child, common)
             if child.device is ABSENT:
@@ -225,7 +225,7 @@ class TieredRadixTree:
                 self.policy.created(child)
                 common = end - pos
             else:
-                common = self._common(child.tokens, tokens[pos:end])
+                common = self.common(child.tokens, tokens[pos:end])
                 if common < len(child):
                     child = self.split(child, common)
             first, stop = pos // self.page_size, (pos + common) // self.page_size
@@ -512,7 +512,7 @@ class TieredRadixTree:
         first = tokens[pos : pos + self.page_size].tobytes()
         return (scope, first) if parent is self.root else first
 
-    def _common(self, run: np.ndarray, tokens: np.ndarray) -> int:
+    def common(self, run: np.ndarray, tokens: np.ndarray) -> int:
         """Length of the common prefix, in whole pages."""
         n = min(len(run), len(tokens))
         if np.array_equal(run[:n], tokens[:n]):

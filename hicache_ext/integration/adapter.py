@@ -11,13 +11,12 @@ published there or not at all.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
-    CacheRequestHandle,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -36,11 +35,17 @@ from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
 from hicache_ext.integration.recompute import Recompute
+from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
 from hicache_ext.integration.speeds import PrefillClock, Stores
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+_YIELD_S = 0.0005
 
 
 class Origin(NamedTuple):
@@ -54,6 +59,7 @@ class HicacheExtCache(BasePrefixCache):
     """One rank's prefix cache; tree nodes are the handles SGLang keeps in its requests."""
 
     disable = False
+    recompute_class = Recompute
 
     def __init__(
         self,
@@ -74,17 +80,18 @@ class HicacheExtCache(BasePrefixCache):
         self.stores = stores
         self.host = host
         self.counter = counter
-        self.recompute = Recompute()
+        self.recompute = self.recompute_class()
         self._versions = versions
         self._adapters = Adapters()
         self._flush_asked = False
+        self._worked = False
         self._prefills = None if stores is None else PrefillClock(stores.planner)
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            labels = _rank_labels()
+            labels = rank_labels()
             self._metrics = Metrics(cache, engine, self.recompute, labels, settings.metrics_interval, stores)
 
     # Lookup
@@ -174,7 +181,8 @@ class HicacheExtCache(BasePrefixCache):
         ids = req.origin_input_ids + req.output_ids
         # The last token is always computed, so the page it completes is never reused.
         tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
-        self.cache.want(req.rid, self._scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
+        salt = getattr(req, "cache_salt", None)
+        self.cache.want(req.rid, self._scope(req.extra_key, salt, req.lora_id), tokens)
 
     def fetch_ended(self, req: Any) -> bool:
         """Whether a queued request can be scheduled: nothing of it is on its way from a store."""
@@ -188,6 +196,7 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
+        self._worked = True
         if self._prefills is not None:
             self._prefills.result(batch)
         self.cache.settle_loads(batch.hicache_consumer_index)
@@ -251,6 +260,10 @@ class HicacheExtCache(BasePrefixCache):
     # Once per scheduler step
 
     def check_hicache_events(self) -> None:
+        if not self._worked and self.cache.fetching():
+            # An idle scheduler spins, and would keep Python from the threads that it waits for.
+            time.sleep(_YIELD_S)
+        self._worked = False
         start = time.perf_counter()
         if self._prefills is not None:
             self._prefills.step()
@@ -291,12 +304,3 @@ class HicacheExtCache(BasePrefixCache):
 def _as_numpy(ids: Any) -> np.ndarray:
     """Token ids as int64 without a copy; drop the result before the ids may grow."""
     return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
-
-
-def _rank_labels() -> dict[str, Any]:
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
-    from sglang.srt.runtime_context import get_parallel
-
-    labels = radix_cache_metric_labels("hicache_ext", get_parallel(), is_dp_attention_enabled())
-    return {k: v for k, v in labels.items() if k != "cache_type"}

@@ -22,6 +22,7 @@ from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, check_patches, se
 from hicache_ext.integration.namespace import WeightVersions, namespace_of
 from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
+from hicache_ext.integration.release import adapter_class, parallel_sizes
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
 from hicache_ext.integration.speeds import Stores, prefill_costs
@@ -55,8 +56,7 @@ def build_cache(ctx: Any) -> Any:
 
 
 def _build(ctx: Any, settings: Settings) -> Any:
-    from hicache_ext.integration.adapter import HicacheExtCache
-
+    adapter = adapter_class()
     params = ctx.params
     if params.disable:
         raise SettingsError(
@@ -140,7 +140,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
         reduce=reduce,
         remote=None if stores is None else stores.engine,
     )
-    return HicacheExtCache(params, cache, engine, host, counter, settings, versions, stores)
+    return adapter(params, cache, engine, host, counter, settings, versions, stores)
 
 
 def open_stores(urls: Sequence[str], ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal) -> Stores:
@@ -192,8 +192,5 @@ def group_min(group: Any) -> Reduce | None:
 
 def ranks_here(server_args: Any) -> int:
     """Scheduler ranks that share this machine's memory."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    cfg = resolving_view(server_args)
-    replicas = 1 if cfg.attn_dp_size and cfg.attn_dp_size > 1 else cfg.dp_size
-    return max(cfg.tp_size * replicas // cfg.nnodes, 1)
+    tp_size, replicas, machines = parallel_sizes(server_args)
+    return max(tp_size * replicas // machines, 1)

@@ -119,7 +119,7 @@ _CONFLICTS: list[tuple[str, str, _Condition]] = [
     (
         "--enable-unified-cache-external-linker",
         "it needs SGLang's own prefix cache; drop one",
-        lambda a: a.enable_unified_cache_external_linker,
+        lambda a: getattr(a, "enable_unified_cache_external_linker", False),
     ),
     (
         "--speculative-algorithm",

@@ -167,7 +167,7 @@ class EpochWatch:
         self._stack.released()
         if np.array_equal(self._bytes[: len(header)], header) and not self._bytes[len(header) :].any():
             return True
-        if self._stack.holds([self._row]):
+        if self._stack.held_among([self._row]):
             return False
         self._bytes[:] = 0
         self._bytes[: len(header)] = header

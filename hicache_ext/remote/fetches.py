@@ -72,10 +72,12 @@ class Fetches:
             arrival.give(0)
             settled.give()
             return
-        before = sum(len(window.pages) for window in lookup.windows)
+        before = lookup.place(labels.identities)
         window = Window(lookup, plan, pages.copy(), labels, arrival, settled, before)
         with lookup.lock:
             lookup.windows.append(window)
+        # The store is not to blame for the time since the last window.
+        self._context.planner.arrived(plan, before, time.monotonic())
         if not window.wanted() or not self._context.ready():
             self._answer(window)
             settled.give()
@@ -129,6 +131,7 @@ class Fetches:
         outcome = context.stack.get(keys, rows, window.plan.deadline)
         nbytes = int(outcome.ok.sum()) * context.rows.geometry.object_bytes
         context.stats.count(bytes_read=nbytes, read_seconds=time.monotonic() - begin)
+        window.lookup.judged = True
         return leading(context.rows.whole(outcome.ok & ~outcome.held))
 
     def _verify(self, window: Window, part: slice) -> bool:
@@ -168,6 +171,7 @@ class Fetches:
         good = window.good
         if window.arrival.give(good):
             late = good < len(window.pages) and time.monotonic() >= window.plan.deadline
+            window.lookup.judged |= late
             self._context.stats.count(pages_fetched=good, fetches_late=late)
         window.lookup.report(self._context.planner)
 

@@ -21,7 +21,7 @@ from hicache_ext.core.remote import Query, ResultQueue
 from hicache_ext.remote.answers import Answer
 from hicache_ext.remote.context import REPLACE_S, Context
 from hicache_ext.remote.host_rows import leading
-from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner
+from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner, withdraw
 from hicache_ext.remote.trials import Trials
 from hicache_ext.stores.workers import Job, Workers
 
@@ -50,6 +50,8 @@ class Lookup:
     """In the order of the prompt; none is added after ``closed``."""
     cancelled: bool = False
     closed: bool = False
+    judged: bool = False
+    """Whether the store had its chance: a call has returned, or a window was late."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, planner: Planner) -> None:
@@ -59,14 +61,26 @@ class Lookup:
             whole = True
             for window in self.windows:
                 whole = window.good == len(window.pages)
-                pages += window.good
+                pages = window.before + window.good
                 if not whole:
                     over = over or window.arrival.given
                     break
-        if plan is None:
+        if plan is None or not (over or (whole and (self.closed or pages >= plan.pages))):
             return
-        if over or (whole and (self.closed or pages >= plan.pages)):
+        if pages or self.judged:
             planner.ended(plan, pages, time.monotonic())
+        else:
+            withdraw(planner, plan, time.monotonic())
+
+    def place(self, identities: np.ndarray) -> int:
+        """How many of the pages found come before the first of a window."""
+        last = self.windows[-1] if self.windows else None
+        guess = last.before + len(last.pages) if last is not None else 0
+        if guess < len(self.identities) and np.array_equal(self.identities[guess], identities[0]):
+            return guess
+        # Some were computed meanwhile.
+        same = np.flatnonzero((self.identities == identities[0]).all(1))
+        return int(same[0]) if len(same) else guess
 
 
 class Lookups:
@@ -156,7 +170,7 @@ class Lookups:
         with lookup.lock:
             lookup.plan = plan
         if not lookup.answer.give(plan.pages):
-            planner.ended(plan, 0, now)
+            withdraw(planner, plan, now)
 
     def _find(self, lookup: Lookup, until: float, waits: bool) -> tuple[np.ndarray, bool]:
         """The identities of the leading pages that are there, and whether a store answered."""

@@ -51,3 +51,12 @@ class Planner(Protocol):
     def arrived(self, plan: Any, pages: int, now: float) -> None: ...
 
     def ended(self, plan: Any, pages: int, now: float) -> None: ...
+
+
+def withdraw(planner: Planner, plan: FetchPlan, now: float) -> None:
+    """End a plan that came to nothing through no fault of the store: nobody asked it, or nobody waits."""
+    withdrawn = getattr(planner, "withdrawn", None)
+    if withdrawn is None:
+        planner.ended(plan, 0, now)
+    else:
+        withdrawn(plan, now)

@@ -19,15 +19,16 @@ class Settling:
         self._stack = stack
         self._alarms = alarms
         self._lock = threading.Lock()
-        self._waiting: list[tuple[np.ndarray, Callable[[], object]]] = []
+        self._waiting: list[tuple[set[int], Callable[[], object]]] = []
 
     def when_free(self, rows: np.ndarray, call: Callable[[], object]) -> None:
         """Once for all calls of these rows that have returned. ``call`` must be short; it may run at once."""
-        if not self._stack.holds(rows):
+        held = self._stack.held_among(rows.tolist())
+        if not held:
             call()
             return
         with self._lock:
-            self._waiting.append((rows, call))
+            self._waiting.append((held, call))
             if len(self._waiting) == 1:
                 self._alarms.at(time.monotonic() + _POLL_S, self._poll)
 
@@ -37,8 +38,8 @@ class Settling:
             free: list[Callable[[], object]] = []
             still = []
             for rows, call in self._waiting:
-                if self._stack.holds(rows):
-                    still.append((rows, call))
+                if held := self._stack.held_among(rows):
+                    still.append((held, call))
                 else:
                     free.append(call)
             self._waiting = still

@@ -29,6 +29,8 @@ from hicache_ext.stores.base import (
 from hicache_ext.stores.disk import DiskSettings, DiskStore
 from hicache_ext.stores.several import ORPHAN_S, Ask, Several, Share, total
 
+_ALL, _NONE = -1, -2
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -123,7 +125,7 @@ class GroupedDiskStore:
         outcomes = self._several.ask(shares, lambda f, k, _, d: f.remove(k, d), keys, None, deadline)
         outcome = self._all(len(keys), list(zip(shares, outcomes, strict=True)))
         # Of another rank's groups nothing is here.
-        outcome.ok[:] |= [self._folders(key.group) == () for key in keys]
+        outcome.ok[:] |= self._folders_of(keys) == _NONE
         return outcome
 
     def clear(self, namespace: bytes, below_epoch: int, deadline: float) -> bool:
@@ -149,23 +151,24 @@ class GroupedDiskStore:
         (outcome,) = self._several.ask([share], ask, keys, None, deadline)
         return outcome
 
-    def _folders(self, group: int) -> tuple[int, ...]:
-        """Where objects of a group belong, by index; none for another rank's."""
-        if group in self.placement.own:
-            return (group - self.placement.first_group,)
-        return () if group < self.placement.all_groups else tuple(range(len(self.folders)))
+    def _folders_of(self, keys: Sequence[Key]) -> np.ndarray:
+        """Where objects belong: a folder's index, ``_ALL``, or ``_NONE`` for another rank's."""
+        place = self.placement
+        groups = np.array([key.group for key in keys], np.int64)
+        folders = groups - place.first_group
+        folders[(folders < 0) | (folders >= place.groups)] = _NONE
+        folders[groups >= place.all_groups] = _ALL
+        return folders
 
     def _shares(self, keys: Sequence[Key], *, once: bool = False) -> list[Share]:
         """Which keys go to which folder; with ``once`` each to one that has it, as far as any has."""
-        positions: list[list[int]] = [[] for _ in self.folders]
-        for position, key in enumerate(keys):
-            folders = self._folders(key.group)
-            if once and len(folders) > 1:
-                having = [f for f in folders if self.folders[f].exists([key], 0.0).ok[0]]
-                folders = tuple(having[:1]) or folders[:1]
-            for folder in folders:
-                positions[folder].append(position)
-        return [Share(i, np.array(p)) for i, p in enumerate(positions) if p]
+        folders = self._folders_of(keys)
+        if once:
+            for p in np.flatnonzero(folders == _ALL):
+                having = (i for i, f in enumerate(self.folders) if f.exists([keys[p]], 0.0).ok[0])
+                folders[p] = next(having, 0)
+        mine = [np.flatnonzero((folders == i) | (folders == _ALL)) for i in range(len(self.folders))]
+        return [Share(i, positions) for i, positions in enumerate(mine) if len(positions)]
 
     @staticmethod
     def _any(count: int, parts: list[tuple[Share, Outcome]]) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,7 +87,7 @@ class Several:
 
     def report(self, rows: Rows, outcome: Outcome) -> Outcome:
         """``outcome`` of a transfer is what the caller sees: it will wait for the rows it names as held."""
-        self.held.report([int(row) for row, held in zip(rows, outcome.held, strict=True) if held])
+        self.held.report([int(rows[i]) for i in np.flatnonzero(outcome.held)])
         return outcome
 
     def released(self) -> list[int]:
@@ -118,7 +118,7 @@ class Several:
             outcome = nothing(len(share.positions), down=True)
             outcome.held[:] = rows is not None
         if rows is not None:
-            self.held.took(share.store, [row for row, h in zip(chosen, outcome.held, strict=True) if h])
+            self.held.took(share.store, [chosen[i] for i in np.flatnonzero(outcome.held)])
         return outcome
 
     def _outcome(self, share: Share, job: Job[Outcome], rows: Rows | None) -> Outcome:
@@ -152,6 +152,7 @@ class HeldRows:
         self._lock = threading.Lock()
         # Below zero: released before the call that held it has returned.
         self._counts: list[dict[int, int]] = [{} for _ in range(holders)]
+        self._held: set[int] = set()
         self._reported: set[int] = set()
         self._free: list[int] = []
 
@@ -168,7 +169,7 @@ class HeldRows:
         with self._lock:
             for row in rows:
                 self._add(holder, row, -1)
-                if row in self._reported and not self._is_held(row):
+                if row in self._reported and row not in self._held:
                     self._reported.discard(row)
                     self._free.append(row)
 
@@ -176,7 +177,7 @@ class HeldRows:
         """From now on these are to come out of ``released``."""
         with self._lock:
             for row in rows:
-                if self._is_held(row):
+                if row in self._held:
                     self._reported.add(row)
                 else:
                     self._free.append(row)
@@ -185,12 +186,10 @@ class HeldRows:
         with self._lock:
             return [row for row, count in self._counts[holder].items() if count > 0]
 
-    def any(self, rows: Rows) -> bool:
-        """Whether one of the rows is held."""
+    def among(self, rows: Iterable[int]) -> set[int]:
+        """Those of the rows that are held."""
         with self._lock:
-            if not any(self._counts):
-                return False
-            return any(self._is_held(int(row)) for row in rows)
+            return self._held.intersection(rows) if self._held else set()
 
     def released(self) -> list[int]:
         with self._lock:
@@ -204,9 +203,10 @@ class HeldRows:
             counts[row] = count
         else:
             counts.pop(row, None)
-
-    def _is_held(self, row: int) -> bool:
-        return any(counts.get(row, 0) > 0 for counts in self._counts)
+        if count > 0:
+            self._held.add(row)
+        elif not any(counts.get(row, 0) > 0 for counts in self._counts):
+            self._held.discard(row)
 
 
 def total(stats: Sequence[StoreStats], held: int) -> StoreStats:

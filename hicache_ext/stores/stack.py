@@ -14,7 +14,7 @@ A row is held as long as any of them holds it. The stores are expected behind ci
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -107,9 +107,9 @@ class StackedStore:
     def released(self) -> list[int]:
         return self._several.released()
 
-    def holds(self, rows: Rows) -> bool:
-        """Whether one of the rows is held, as of the last ``released``."""
-        return self._several.held.any(rows)
+    def held_among(self, rows: Iterable[int]) -> set[int]:
+        """Those of the rows that are held, as of the last ``released``."""
+        return self._several.held.among(rows)
 
     def stats(self) -> StoreStats:
         """Of all together; each store's own are in ``stores``."""

@@ -70,6 +70,16 @@ def test_clear_makes_all_pages_free_again() -> None:
     assert pages.free == 4 and taken(pages, 4).tolist() == [0, 1, 2, 3]
 
 
+def test_clear_keeps_what_others_still_touch() -> None:
+    pages = HostPages(6)
+    held = taken(pages, 4)[[1, 3]]
+    pages.clear(keep=held)
+    assert (pages.free, pages.used) == (4, 2) and pages.alloc(5) is None
+    assert taken(pages, 4).tolist() == [0, 2, 4, 5]
+    pages.release(held)
+    assert taken(pages, 2).tolist() == [1, 3]
+
+
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=40))
 def test_each_page_has_one_owner_at_any_time(total: int, steps: list[tuple[bool, int]]) -> None:

@@ -33,6 +33,9 @@ class Sample:
         if kind is Kind.BACKUP:
             self.set_host(PENDING)
             self.ticket = self.book.begin(kind, self.nodes, self.nodes)
+        elif kind is Kind.STORE:
+            self.set_host(READY)
+            self.ticket = self.book.begin(kind, self.nodes, self.nodes)
         else:
             self.set_host(READY)
             for node in reversed(self.nodes):
@@ -80,13 +83,17 @@ def test_both_ends_are_locked_until_the_end(kind: Kind) -> None:
     """Kind 8: neither the source nor the target of a copy can be freed while it is in flight."""
     s = Sample(kind)
     for node in s.nodes:
-        assert node.device_locks > 0
-        assert node not in s.tree.candidates[Tier.DEVICE]
+        # A write to a store reads the host's pages only.
+        assert (node.device_locks > 0) == (kind is not Kind.STORE)
+        assert node not in s.tree.candidates[Tier.DEVICE] or (node is s.lower and kind is Kind.STORE)
         # The target of a backup is kept by being PENDING, which is no candidate.
         assert node not in s.tree.candidates[Tier.HOST]
         assert kind is Kind.BACKUP or node.host_locks > 0
     with pytest.raises(AssertionError):
-        s.tree.set_device(s.lower, ABSENT)
+        if kind is Kind.STORE:
+            s.tree.set_host(s.lower, ABSENT)
+        else:
+            s.tree.set_device(s.lower, ABSENT)
 
 
 def test_sequence_numbers_count_up_in_each_direction() -> None:
@@ -152,13 +159,19 @@ def node_without_ticket(s: Sample) -> None:
     s.lower.tickets.clear()
 
 
-def lost_device_lock(s: Sample) -> None:
-    s.lower.device_locks = 0
+def lost_lock(s: Sample) -> None:
+    if s.kind is Kind.STORE:
+        s.lower.host_locks = 0
+    else:
+        s.lower.device_locks = 0
 
 
-def ready_too_early(s: Sample) -> None:
+def wrong_residency(s: Sample) -> None:
+    """Ready too early, or pending without a copy."""
     if s.kind is Kind.BACKUP:
         s.lower.host = READY
+    elif s.kind is Kind.STORE:
+        s.lower.host = PENDING
     else:
         s.lower.device = READY
 
@@ -169,8 +182,8 @@ CORRUPTIONS = [
     wrong_seq,
     wrong_kind,
     node_without_ticket,
-    lost_device_lock,
-    ready_too_early,
+    lost_lock,
+    wrong_residency,
 ]
 
 

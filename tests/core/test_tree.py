@@ -376,6 +376,7 @@ def test_split_keeps_both_halves_in_their_ticket_upper_first(kind: Kind) -> None
         tree.set_host(node, PENDING, np.arange(2))
     else:
         to_host(tree, node)
+    if kind is Kind.LOAD:
         tree.set_device(node, ABSENT)
         tree.set_device(node, PENDING, np.arange(8))
     ticket = book.begin(kind, [node], [node])
@@ -396,6 +397,112 @@ def test_split_only_between_pages_and_inside_the_run(length: int) -> None:
     node = grow(tree, prompt(4, 1, 2))
     with pytest.raises(AssertionError):
         tree.split(node, length)
+
+
+# Runs that come from elsewhere onto the host
+
+
+def names(count: int) -> list[bytes]:
+    return [bytes([n]) * 16 for n in range(count)]
+
+
+def pages_of(node: Node) -> list[int]:
+    assert node.pages is not None
+    return node.pages.tolist()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_insert_host_puts_a_run_below_what_is_on_the_host(page: int) -> None:
+    tree = make(page)
+    above = grow(tree, prompt(page, 1))
+    to_host(tree, above, 9)
+    node, spare = tree.insert_host(above, SCOPE, prompt(page, 2, 3), np.array([4, 2]), names(2))
+    assert node.parent is above and pages_of(node) == [4, 2] and len(spare) == 0
+    assert (node.device, node.host, node.stored, node.start) == (ABSENT, READY, True, page)
+    assert node.identities == names(2) and tree.host_tokens == 3 * page
+    match = tree.match(SCOPE, prompt(page, 1, 2, 3))
+    assert (match.device_len, match.host_len, match.host_node) == (page, 2 * page, node)
+    assert node in tree.candidates[Tier.HOST] and above not in tree.candidates[Tier.HOST]
+    tree.check()
+
+
+def test_insert_host_below_the_root_is_filed_under_its_scope() -> None:
+    tree = make(4)
+    scope = PrefixScope(lora="a")
+    node, _ = tree.insert_host(tree.root, scope, prompt(4, 1), np.array([0]), names(1))
+    assert tree.match(SCOPE, prompt(4, 1)).host_len == 0
+    assert tree.match(scope, prompt(4, 1)).host_node is node
+    tree.check()
+
+
+def test_insert_host_takes_only_what_the_host_lacks() -> None:
+    """Of six pages one is on the host, two are on the device only, one is on its way down, two are new."""
+    tree = make(1)
+    for count in (1, 3, 4):
+        grow(tree, toks(*range(count)))
+    nodes = list(tree.walk())
+    to_host(tree, nodes[0], 90)
+    pages = np.arange(10, 16)
+    tree.set_host(nodes[1], PENDING, np.array([91, 92]))
+    book = TicketBook(tree)
+    ticket = book.begin(Kind.BACKUP, [nodes[1]], [nodes[1]])
+    node, spare = tree.insert_host(tree.root, SCOPE, toks(*range(6)), pages, names(6))
+    assert spare.tolist() == [10, 11, 12]
+    assert pages_of(nodes[2]) == [13] and nodes[2].identities == names(6)[3:4] and nodes[2].stored
+    assert pages_of(node) == [14, 15] and node.parent is nodes[2]
+    assert not nodes[0].stored and not nodes[1].stored
+    tree.check()
+    book.check()
+    book.commit(ticket)
+    tree.check()
+
+
+def test_insert_host_splits_where_prompts_part_or_the_run_ends() -> None:
+    tree = make(1)
+    whole = grow(tree, toks(1, 2, 3, 4))
+    node, spare = tree.insert_host(tree.root, SCOPE, toks(1, 2), np.array([5, 6]), names(2))
+    assert node.tokens.tolist() == [1, 2] and whole.tokens.tolist() == [3, 4] and len(spare) == 0
+    assert (node.host, whole.host) == (READY, ABSENT)
+    other, spare = tree.insert_host(node, SCOPE, toks(3, 9), np.array([7, 8]), names(2))
+    between = other.parent
+    assert between is not None and between.tokens.tolist() == [3] and other.tokens.tolist() == [9]
+    assert between.device is READY and other.device is ABSENT
+    tree.check()
+
+
+def test_insert_host_of_nothing_changes_nothing() -> None:
+    tree = make(4)
+    node = grow(tree, prompt(4, 1))
+    to_host(tree, node)
+    got, spare = tree.insert_host(node, SCOPE, toks(), np.empty(0, np.int64), [])
+    assert got is node and len(spare) == 0 and tree.nodes == 1
+
+
+def test_insert_host_keeps_no_view_of_the_callers_buffers() -> None:
+    tree = make(1)
+    tokens, pages = toks(1, 2), np.array([3, 4])
+    node, _ = tree.insert_host(tree.root, SCOPE, tokens, pages, names(2))
+    tokens[:] = pages[:] = 9
+    assert node.tokens.tolist() == [1, 2] and pages_of(node) == [3, 4]
+
+
+def test_insert_host_needs_its_parent_on_the_host_and_a_page_for_each() -> None:
+    tree = make(4)
+    node = grow(tree, prompt(4, 1))
+    with pytest.raises(AssertionError):
+        tree.insert_host(node, SCOPE, prompt(4, 2), np.array([0]), names(1))
+    to_host(tree, node)
+    with pytest.raises(AssertionError):
+        tree.insert_host(node, SCOPE, prompt(4, 2, 3), np.array([0]), names(1))
+
+
+def test_what_left_the_host_counts_as_unwritten() -> None:
+    tree = make(4)
+    node, _ = tree.insert_host(tree.root, SCOPE, prompt(4, 1), np.array([0]), names(1))
+    tree.insert(SCOPE, prompt(4, 1), np.arange(4))
+    tree.set_host(node, ABSENT)
+    assert not node.stored and node.device is READY
+    tree.check()
 
 
 # Locks and sizes

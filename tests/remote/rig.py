@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,6 +100,10 @@ class EagerPlanner:
         if plan.ended is None:
             plan.ended = pages
 
+    def withdrawn(self, plan: Planned, now: float) -> None:
+        if plan.ended is None:
+            plan.ended = -1
+
 
 class SharedMemoryStore(MemoryStore):
     """What one of these holds, all that were made from it hold."""
@@ -120,7 +125,7 @@ class Rig:
         self,
         *stores: Store,
         layout: PageLayout | None = None,
-        planner: EagerPlanner | None = None,
+        planner: Any = None,
         integrity: Integrity = Integrity.FULL,
         writes: Sequence[bool] | None = None,
         settings: RemoteSettings | None = None,
@@ -157,14 +162,14 @@ class Rig:
         self._seqs[id(queue)] += 1
         return self._seqs[id(queue)]
 
-    def lookup(self, tokens: np.ndarray, epoch: int = 0) -> int:
+    def lookup(self, tokens: np.ndarray, epoch: int = 0, skip: int = 0) -> int:
         seq = self.number(self.engine.lookups)
-        self.engine.lookup(seq, Query(PARENT, tokens, 0, 0, NAMESPACE, epoch))
+        self.engine.lookup(seq, Query(PARENT, tokens, skip * PAGE, skip, NAMESPACE, epoch))
         return seq
 
-    def found(self, tokens: np.ndarray, epoch: int = 0) -> tuple[int, int]:
+    def found(self, tokens: np.ndarray, epoch: int = 0, skip: int = 0) -> tuple[int, int]:
         """(number, pages) of a lookup."""
-        seq = self.lookup(tokens, epoch)
+        seq = self.lookup(tokens, epoch, skip)
         return seq, result(self.engine.lookups, seq)
 
     def fetch(self, lookup: int, pages: Sequence[int], labels: Labels) -> int:

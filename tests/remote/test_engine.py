@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from hicache_ext.core.header import Integrity, Labels
+from hicache_ext.core.planner import Planner, PlanSettings
+from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.remote import Query, Remote
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.remote.engine import RemoteEngine
+from hicache_ext.remote.planning import STORE
 from tests.remote.conftest import MakeRig
 from tests.remote.rig import (
     GROUPS,
@@ -19,6 +23,7 @@ from tests.remote.rig import (
     SharedMemoryStore,
     eventually,
     labels_of,
+    layout_of,
     prompt,
     result,
 )
@@ -86,6 +91,47 @@ def test_a_long_prompt_is_looked_up_in_parts(rig_of: MakeRig) -> None:
     seq, pages = rig.found(tokens)
     assert pages == 180
     assert np.array_equal(rig.engine.identities(seq), whole.identities[:180])
+
+
+@pytest.mark.parametrize("skip", [1, 31, 32, 33, 100])
+def test_skipped_pages_are_hashed_and_not_looked_for(rig_of: MakeRig, skip: int) -> None:
+    store = SharedMemoryStore()
+    rig = rig_of(store)
+    tokens = prompt(*range(skip + 5))
+    labels = labels_of(tokens)[skip:]
+    rig.compute(labels, range(5))
+    result(rig.engine.written, rig.write(range(5), labels))
+    seq, pages = rig.found(np.concatenate([tokens, prompt(7)]), skip=skip)
+    assert pages == 5
+    assert np.array_equal(rig.engine.identities(seq), labels.identities)
+    # Two pages were computed meanwhile, so the first window begins later.
+    window = rig.fetch(seq, [8, 9, 10], labels[2:])
+    assert result(rig.engine.arrivals, window) == 3
+    assert rig.planner.plans[-1].ended == 5
+    assert rig.found(tokens[: skip * 4], skip=skip)[1] == 0
+
+
+def test_the_real_planner(rig_of: MakeRig) -> None:
+    """A store of unknown speed is measured first; then requests wait for it."""
+    layout = layout_of()
+    # A prefill of a second a page, so that any store is worth it.
+    speeds = Speeds(CostModel(token=1 / 4, depth=0.0), [STORE])
+    settings = PlanSettings(max_loss=5.0, max_lookup=5.0, credit=5.0, grace=5.0)
+    planner = Planner(speeds, layout.page_size, layout.page_bytes, settings)
+    rig = rig_of(SharedMemoryStore(), planner=planner)
+    labels = rig.store(prompt(*range(9)))
+    assert rig.found(prompt(*range(9)))[1] == 0
+    assert eventually(lambda: speeds.measured.stores[STORE].known)
+    assert eventually(lambda: planner.honesty().trials == 1)
+    seq, pages = rig.found(prompt(*range(9)))
+    assert pages == 9
+    for part in (slice(0, 4), slice(4, 9)):
+        window = rig.fetch(seq, range(20 + part.start, 20 + part.stop), labels[part])
+        assert result(rig.engine.arrivals, window) == part.stop - part.start
+    rig.engine.end(seq)
+    assert rig.holds(range(20, 29), labels)
+    honesty = planner.honesty()
+    assert (honesty.whole, honesty.abandoned, honesty.pages_arrived) == (1, 1, 9 + 3)
 
 
 def test_a_page_that_is_there_counts_as_written(rig_of: MakeRig) -> None:
@@ -168,7 +214,7 @@ def test_cancel_and_end_leave_nothing(rig_of: MakeRig) -> None:
     rig.engine.end(seq)
     with pytest.raises(KeyError):
         rig.engine.identities(seq)
-    assert [plan.ended for plan in rig.planner.plans] == [0]
+    assert [plan.ended for plan in rig.planner.plans] == [-1]
     assert pages == 3
 
 

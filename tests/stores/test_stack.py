@@ -145,13 +145,13 @@ def test_a_slow_store_does_not_hold_the_others_up(buffer: np.ndarray) -> None:
     outcome = stack.put([key(1)], rows, time.monotonic() + 0.2)
     # The first has not returned by the deadline, so the row may still be read.
     assert outcome.ok.all() and outcome.held.all()
-    assert stack.released() == [] and stack.holds(rows)
+    assert stack.released() == [] and stack.held_among(rows)
     gate.set()
     end = soon()
     while not (free := stack.released()):
         assert time.monotonic() < end
     assert free == rows
-    assert not stack.holds(rows)
+    assert not stack.held_among(rows)
 
 
 def test_a_row_is_free_when_no_store_holds_it(buffer: np.ndarray) -> None:
@@ -163,7 +163,7 @@ def test_a_row_is_free_when_no_store_holds_it(buffer: np.ndarray) -> None:
     assert stack.released() == []
     far.free = [1]
     assert stack.released() == [1]
-    assert stack.holds([0]) and not stack.holds([1])
+    assert stack.held_among([0]) and not stack.held_among([1])
     far.free = [0]
     assert stack.released() == [0]
     assert stack.released() == []
@@ -185,9 +185,9 @@ def test_a_row_that_is_free_before_its_call_returns_is_released_all_the_same() -
     held.took(1, [7])
     held.took(0, [7])
     held.report([7])
-    assert held.released() == [] and held.any([7])
+    assert held.released() == [] and held.among([7])
     held.gave(1, [7])
-    assert held.released() == [7] and not held.any([7])
+    assert held.released() == [7] and not held.among([7])
 
 
 def test_rows_of_a_call_that_failed_are_free_when_the_store_is_long_quiet(buffer: np.ndarray) -> None:

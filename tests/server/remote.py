@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +160,7 @@ class Chats:
         # The last token that was generated went through no model yet.
         known = max(len(text) - 1, 0)
         text += prompt(10_000 + 100 * session + number, self.more if text else self.first)
-        fields = {} if self.salt is None else {"cache_salt": self.salt}
+        fields: dict[str, Any] = {} if self.salt is None else {"cache_salt": self.salt}
         begin = time.monotonic()
         answer = server.generate(input_ids=text, max_new_tokens=self.new_tokens, **fields)
         seconds = time.monotonic() - begin

@@ -248,6 +248,7 @@ class RemoteTier:
         self.usable = False
         for fetch in list(self._lookups.values()):
             self._abandon(fetch)
+        self._arrived.clear()
         self.remote.use(self._tree.namespace, epoch)
 
     def reset(self, epoch: int) -> np.ndarray:
@@ -256,8 +257,6 @@ class RemoteTier:
             self._disowned[seq] = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
         self._queue.clear()
         for fetch in list(self._lookups.values()):
-            # Its lock goes with the tree.
-            fetch.anchor = None
             self._abandon(fetch)
         self._arrived.clear()
         if epoch != self.epoch:
@@ -327,7 +326,7 @@ class RemoteTier:
     def _due(self, name: str, done: int, values: list[int]) -> Iterator[tuple[int, int]]:
         """The next results that every rank has; each counts as applied when it is handed out."""
         first = self._applied[name] + 1
-        for seq, value in zip(range(first, min(done, first + LANES - 1) + 1), values, strict=False):
+        for seq, value in zip(range(first, done + 1), values, strict=False):
             assert value < UNDONE, (name, seq)
             self._applied[name] = seq
             yield seq, value

@@ -347,6 +347,26 @@ def test_what_was_computed_before_the_answer_is_not_fetched() -> None:
     assert not rig.cache.waits("b")
 
 
+def test_an_answer_that_computing_has_overtaken_ends_the_waiting() -> None:
+    rig = server(stocked(pages(1, 2)))
+    rig.cache.want("a", SCOPE, pages(1, 2, 3, 4))
+    put(rig, pages(1, 2, 3, 4))
+    free = rig.cache.host_pages.free
+    look(rig)
+    assert not rig.cache.waits("a") and not rig.remote.fetch_jobs and not rig.remote.open
+    assert rig.cache.host_pages.free == free and tier(rig).stats.no_room == 0
+
+
+def test_an_answer_does_not_make_what_it_continues_younger() -> None:
+    rig = server(stocked(pages(1, 2)))
+    put(rig, pages(1))
+    rig.cache.want("a", SCOPE, pages(1, 2))
+    stamp = node_at(rig, pages(1)).stamp
+    look(rig)
+    arrive(rig)
+    assert node_at(rig, pages(1)).stamp == stamp
+
+
 def test_pages_that_were_computed_while_they_were_fetched_are_kept_once() -> None:
     rig = server(stocked(pages(1, 2, 3, 4)))
     rig.cache.want("a", SCOPE, pages(1, 2, 3, 4))
@@ -378,6 +398,15 @@ def test_a_fetched_page_gives_a_computed_one_its_host_copy() -> None:
     assert not rig.transfers.backup_jobs and rig.cache.stats.backed_up == 0 and not rig.remote.write_jobs
     rig.cache.evict(100)
     assert use(rig, pages(1, 2)) == 2
+
+
+@pytest.mark.parametrize("event", ["reset", "flush", "other weights", "other epoch", "aborted"])
+def test_what_has_arrived_does_not_count_once_it_is_gone(event: str) -> None:
+    rig = server(stocked(pages(1, 2)))
+    rig.cache.want("a", SCOPE, pages(1, 2))
+    settle(rig)
+    EVENTS[event](rig)
+    assert tier(rig).take_arrived("a") == 0
 
 
 # Several requests with the same beginning
@@ -916,6 +945,7 @@ def test_a_node_waits_for_its_write_once() -> None:
     rig.transfers.drain()
     tick(rig)
     tier(rig).offer(node_at(rig, pages(1, 2)))
+    assert len(tier(rig)._queue) == 1
     rig.cache.flush_writes()
     tier(rig).offer(node_at(rig, pages(1, 2)))
     rig.cache.flush_writes()
@@ -1157,6 +1187,26 @@ def test_kind_stale_after_weight_update_queued_writes_are_dropped() -> None:
     assert rig.cache.host_pages.used == 0
 
 
+def test_kind_stale_after_weight_update_pages_of_old_weights_are_not_written_as_new_ones() -> None:
+    """A copy in flight keeps them on the host; the stores would believe that the new weights computed them."""
+    shared = SharedStore()
+    rig = server(shared)
+    rig.remote.up = False
+    tick(rig)
+    to_host(rig, pages(1, 2))
+    rig.cache.load(node_at(rig, pages(1, 2)))
+    rig.cache.start_loads()
+    rig.cache.advance()
+    rig.remote.up = True
+    rig.remote.learn()
+    tick(rig)
+    assert tier(rig).usable and rig.cache.host_pages.used == 2
+    rig.cache.flush_writes()
+    assert not rig.remote.write_jobs and tier(rig).stats.store_declined == 2 * PAGE
+    settle(rig)
+    assert not shared.pages and rig.cache.host_pages.used == 0
+
+
 def test_kind_source_freed_while_in_flight_a_write_keeps_its_pages() -> None:
     shared = SharedStore()
     rig = server(shared, host_pages=6, write_limit=2, write_batch=2)
@@ -1193,6 +1243,23 @@ def test_kind_source_freed_while_in_flight_a_write_outlives_its_tree(event: str)
     settle(rig)
     assert [use(rig, pages(page)) for page in range(20, 26)] == [1] * 6
     assert_nothing_left(rig)
+
+
+def test_kind_source_freed_while_in_flight_a_reset_forgets_what_was_to_be_written() -> None:
+    """Host pages of the old tree belong to others now."""
+    shared = SharedStore()
+    rig = server(shared)
+    rig.remote.up = False
+    tick(rig)
+    put(rig, pages(1, 2))
+    flush(rig)
+    _reset(rig, flush=False)
+    rig.remote.up = True
+    tick(rig)
+    assert not rig.cache.pending()
+    put(rig, pages(3))
+    settle(rig)
+    assert len(shared.pages) == 1 and tier(rig).stats.stored == PAGE
 
 
 def test_writes_begun_before_a_reset_count_against_the_limit() -> None:
@@ -1277,6 +1344,7 @@ def test_kind_stale_after_weight_update_a_flush_reaches_all_servers() -> None:
     settle(two)
     _reset(one, flush=True)
     assert shared.epochs == {bytes(32): 1} and one.cache.epoch == 1
+    assert one.remote.version == (bytes(32), 1) and not tier(one).usable
     for rig in (one, two):
         rig.remote.learn()
         tick(rig)

@@ -2,7 +2,7 @@
 
     lookup -> fetch (one window after the other) -> end        for a queued request
     write                                                       for pages that have reached the host
-    use, mark, learned                                          the epoch that all who share a store agree on
+    use, learned                                                the epoch that all who share a store agree on
 
 The calls return at once; the work is done by threads that post to the queues below, for every job exactly
 once and whatever happens. A job that meets a miss, an outage or its deadline posts what it has by then.
@@ -113,15 +113,12 @@ class Remote(Protocol):
         ...
 
     def use(self, namespace: bytes, epoch: int) -> None:
-        """The version of this server's pages from now on; ``learned`` is unknown until it was looked up."""
-        ...
-
-    def mark(self, namespace: bytes, epoch: int) -> None:
-        """A flush has advanced the namespace to ``epoch``: tell all who share the store."""
+        """The version of this server's pages from now on; ``learned`` is unknown until it was looked up. At a
+        local epoch, which follows a flush, a shared one is claimed and marked first; see ``core.epochs``."""
         ...
 
     def learned(self) -> int | None:
-        """The highest epoch of the namespace in use that is known to any server; None until looked up."""
+        """The highest shared epoch of the namespace in use that is known; None until then."""
         ...
 
     def healthy(self) -> bool:

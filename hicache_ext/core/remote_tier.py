@@ -224,11 +224,11 @@ class RemoteTier:
         )
 
     def apply(self, agreed: np.ndarray) -> int:
-        """Apply what all ranks have; returns the highest epoch that any has learned of."""
+        """Apply what all ranks have; returns the highest epoch of any, 0 if one knows none."""
         lookups, arrivals, settled, written, healthy, known, epoch = agreed[:_STATE].tolist()
         found, arrived, stored = agreed[_STATE:].reshape(3, LANES).tolist()
         self._healthy = bool(healthy)
-        self.usable = bool(healthy and known)
+        self.usable = bool(healthy and known) and -epoch == self.epoch
         for seq, value in self._due("arrivals", arrivals, arrived):
             self._apply_arrival(seq, value)
         for seq in range(self._applied["settled"] + 1, settled + 1):
@@ -240,7 +240,7 @@ class RemoteTier:
             self._apply_write(seq, value)
         for seq, value in self._due("lookups", lookups, found):
             self._apply_lookup(self._lookups[seq], value)
-        return -epoch
+        return -epoch if known else 0
 
     def advance(self, epoch: int) -> None:
         """Other weights, or another epoch, from now on: what is on its way is of no use."""
@@ -262,7 +262,6 @@ class RemoteTier:
         if epoch != self.epoch:
             self.epoch = epoch
             self.usable = False
-            self.remote.mark(self._tree.namespace, epoch)
             self.remote.use(self._tree.namespace, epoch)
         return np.concatenate([*self.outside(), np.empty(0, np.int64)])
 

@@ -147,9 +147,6 @@ class RemoteEngine:
     def use(self, namespace: bytes, epoch: int) -> None:
         self._epochs.use(namespace, epoch)
 
-    def mark(self, namespace: bytes, epoch: int) -> None:
-        """``use`` does it: at a local epoch the server claims a shared one, and marks that."""
-
     def learned(self) -> int | None:
         return self._epochs.learned()
 

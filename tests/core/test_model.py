@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from hicache_ext.core.cache import WritePolicy
+from hicache_ext.core.epochs import claim
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.remote_tier import RemoteConfig
 from hicache_ext.core.residency import Doubt, Residency
@@ -276,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
     def another_server_flushes(self) -> None:
         if self.rng.random() < 0.05:
             tree = self.rig.cache.tree
-            self.rig.remote.mark(tree.namespace, self.rig.cache.epoch + 1)
+            self.rig.remote.mark(tree.namespace, claim(self.rig.cache.epoch, 0))
 
     @rule()
     def next_backup_fails(self) -> None:

@@ -1158,14 +1158,14 @@ def test_what_the_policy_does_not_expect_back_is_not_written(monkeypatch: pytest
     rig = server(shared)
     unworthy = {pages(2)[0], pages(8)[0]}
     monkeypatch.setattr(rig.cache.tree.policy, "worth_storing", lambda node: node.tokens[0] not in unworthy)
-    for tokens in (pages(1), pages(1, 2), pages(1, 2, 3), pages(8), pages(9)):
+    for tokens in (pages(1), pages(1, 2), pages(1, 2, 3, 4), pages(8), pages(9)):
         put(rig, tokens)
         flush(rig)
     settle(rig)
     names = {name for _, _, name in shared.pages}
     salt = root_salt(bytes(32), SCOPE)
     assert names == {*page_identities(salt, pages(1), PAGE), *page_identities(salt, pages(9), PAGE)}
-    assert tier(rig).stats.store_refused == 3 * PAGE, "the two, and what is below one of them"
+    assert tier(rig).stats.store_refused == 4 * PAGE, "the two, and what is below one of them"
     assert_nothing_left(rig)
 
 
@@ -1189,7 +1189,7 @@ def test_kind_stale_after_weight_update_queued_writes_are_dropped() -> None:
 
 
 def test_kind_stale_after_weight_update_pages_of_old_weights_are_not_written_as_new_ones() -> None:
-    """A copy in flight keeps them on the host; the stores would believe that the new weights computed them."""
+    """A copy in flight keeps them on the host; they are no pages of the new weights."""
     shared = SharedStore()
     rig = server(shared)
     rig.remote.up = False
@@ -1275,6 +1275,35 @@ def test_writes_begun_before_a_reset_count_against_the_limit() -> None:
     tick(rig)
     rig.cache.flush_writes()
     assert len(rig.remote.write_jobs) == 1
+
+
+# A host pool of which all is in use
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_the_device_goes_on_while_stores_hold_the_whole_host_pool(policy: WritePolicy) -> None:
+    """A window and writes leave no host page: nothing is backed up, and nobody waits for it."""
+    shared = stocked(pages(1, 2, 3, 4))
+    rig = server(shared, host_pages=6, device_pages=8, window=4, write_limit=2, policy=policy)
+    put(rig, pages(30, 31))
+    flush(rig)
+    rig.cache.evict(2 * PAGE)
+    flush(rig)
+    rig.cache.want("a", SCOPE, pages(1, 2, 3, 4))
+    look(rig)
+    assert rig.cache.host_pages.free == 0 and len(rig.remote.write_jobs) == 1
+    for first in (40, 50, 60):
+        put(rig, pages(*range(first, first + 6)))
+        flush(rig)
+        assert use(rig, pages(*range(first, first + 6))) == 6
+    rig.cache.want("b", SCOPE, pages(*range(60, 66), 70))
+    assert rig.cache.evict(1000) == 8 * PAGE and rig.cache.stats.evicted_lost == 18 * PAGE
+    settle(rig)
+    assert use(rig, pages(1, 2, 3, 4)) == 4 and use(rig, pages(30, 31)) == 2
+    rig.cache.unwant("a")
+    rig.cache.unwant("b")
+    settle(rig)
+    assert_nothing_left(rig)
 
 
 # Epochs

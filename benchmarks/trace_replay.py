@@ -29,9 +29,11 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    track,
 )
 from rich.table import Table
 
+from benchmarks.trace_replay_bound import CLASSES, Bound, Learned, share, uses_of
 from benchmarks.trace_replay_optimum import next_uses, optimum
 from benchmarks.trace_replay_run import Replay
 from benchmarks.trace_replay_trace import Request, TraceError, distinct, read_trace
@@ -120,6 +122,12 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--tflops", type=positive, default=400, help="prefill speed, TFLOP/s (default: 400)")
     model.add_argument("--load-gbps", type=positive, default=25, help="host to device, GB/s (default: 25)")
+    p.add_argument(
+        "--bound",
+        action="store_true",
+        help="also bound what policies can save that do not know the future, by what they know of a use "
+        "(see docs/eviction.md; about a minute for 150,000 blocks)",
+    )
     p.add_argument("--json", type=Path, help="write all results to this file")
     p.add_argument("--plot", type=Path, help="write hit rate and seconds saved over capacity to this image")
     return p
@@ -231,6 +239,65 @@ def tables(rows: Sequence[dict[str, Any]], console: Console) -> None:
         console.print(table)
 
 
+def bounds(
+    requests: Sequence[Request],
+    options: argparse.Namespace,
+    costs: CostModel,
+    rows: Sequence[dict[str, Any]],
+    console: Console,
+) -> list[dict[str, Any]]:
+    """A row per way to class uses, host ratio and capacity; with a host also if it holds a copy of all that
+    the device holds.
+    """
+    saved = {(r["policy"], r["host_ratio"], r["device_blocks_capacity"]): r["saved_s"] for r in rows}
+    uses = uses_of(requests, options.block_tokens, costs)
+    found = []
+    for name, classes in track(CLASSES.items(), "bounds", console=console, transient=True):
+        bound, learned = Bound(uses, classes), Learned(uses, classes)
+        for ratio in options.host_ratio:
+            for copies in (False, True)[: 1 + (ratio > 0)]:
+                for device in options.device_blocks:
+                    sizes = (device, (ratio - copies) * device)
+                    row = {
+                        "known": name,
+                        "classes": bound.classes,
+                        "host_ratio": ratio,
+                        "host_holds_device": copies,
+                        "device_blocks_capacity": device,
+                        "bound_s": bound.saved(*sizes),
+                        "learned_s": learned.saved(*sizes),
+                    }
+                    floor, best = (saved.get((policy, ratio, device)) for policy in ("lru", OPTIMUM))
+                    for key in ("bound", "learned"):
+                        gap = None if floor is None or best is None else share(row[f"{key}_s"], floor, best)
+                        row[f"{key}_gap"] = gap
+                    found.append(row)
+    return found
+
+
+def bound_tables(found: Sequence[dict[str, Any]], console: Console) -> None:
+    """The bound's share of the gap between LRU and the optimum, and in brackets what can be learned of it."""
+    cases = dict.fromkeys((row["host_ratio"], row["host_holds_device"]) for row in found)
+    for ratio, copies in cases:
+        title = (
+            "device only" if ratio == 0 else f"host {ratio}x" + ", which holds all the device does" * copies
+        )
+        table = Table(title=f"bounds on the gap closed (learned), {title}", title_justify="left")
+        chosen = [r for r in found if (r["host_ratio"], r["host_holds_device"]) == (ratio, copies)]
+        table.add_column("known of a use")
+        table.add_column("classes", justify="right")
+        for device in dict.fromkeys(r["device_blocks_capacity"] for r in chosen):
+            table.add_column(f"{device:,}", justify="right")
+        for name in dict.fromkeys(r["known"] for r in chosen):
+            mine = [r for r in chosen if r["known"] == name]
+            cells = [
+                "" if r["bound_gap"] is None else f"{r['bound_gap']:.2f} ({r['learned_gap']:.2f})"
+                for r in mine
+            ]
+            table.add_row(name, str(mine[0]["classes"]), *cells)
+        console.print(table)
+
+
 def averages(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Mean over the capacities of the share of the gap between LRU and the optimum that each policy
     closes.
@@ -276,6 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables(rows, console)
         if "lru" in options.policies:
             averages(rows, console)
+        found = bounds(requests, options, costs, rows, console) if options.bound else []
+        bound_tables(found, console)
         if options.json is not None:
             report = {
                 "trace": options.trace.name,
@@ -284,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "waiting": options.waiting,
                 "costs_s": {"token": costs.token, "depth": costs.depth, "load": costs.load},
                 "rows": rows,
+                "bounds": found,
             }
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if options.plot is not None:

@@ -4,7 +4,7 @@
 The heavy packages (SGLang, torch: 11 GB) live in one environment that every checkout on the machine shares
 and nothing changes. Each checkout gets a small one of its own under .build/venv that sees the shared packages
 and adds an editable install of the project and a private copy of SGLang, the one that is patched. So two
-checkouts with different patches work at the same time.
+checkouts with different patches work at the same time. Another SGLang release has environments of its own.
 
 Standard library only: it runs before anything is installed.
 """
@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / ".build"
-VENV = BUILD / "venv"
+RELEASES = sorted(path.name.removeprefix("sglang-") for path in (ROOT / "patches").glob("sglang-*"))
+DEFAULT_RELEASE = "0.5.23"
 # Files of an environment's bin/ that belong to that environment alone.
 NO_COMMANDS = ("activate", "python", "pip")
 
@@ -32,24 +33,34 @@ class EnvironmentProblem(Exception):
     """A failure with a cause and a cure in one line."""
 
 
-def requirements(extras: list[str]) -> list[str]:
-    """Requirement lines of pyproject.toml: the runtime dependencies and those of `extras`."""
+def own_venv(release: str) -> Path:
+    """This checkout's environment for an SGLang release."""
+    return BUILD / ("venv" if release == DEFAULT_RELEASE else f"venv-{release}")
+
+
+def requirements(extras: list[str], release: str = DEFAULT_RELEASE) -> list[str]:
+    """Requirement lines of pyproject.toml: the runtime dependencies and those of `extras`.
+
+    The extras name the default release of SGLang; another one takes its place.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = list(project["dependencies"])
     for extra in extras:
         if extra not in project["optional-dependencies"]:
             raise EnvironmentProblem(f"pyproject.toml has no extra {extra}")
         lines += project["optional-dependencies"][extra]
+    if release != DEFAULT_RELEASE:
+        lines = [f"sglang=={release}" if line.startswith("sglang>") else line for line in lines]
     return sorted(set(lines))
 
 
-def pins_hash(extras: list[str]) -> str:
+def pins_hash(extras: list[str], release: str = DEFAULT_RELEASE) -> str:
     """Name of the shared environment: changes with the requirements and the Python version."""
-    pins = json.dumps([sys.version_info[:2], requirements(extras)])
+    pins = json.dumps([sys.version_info[:2], requirements(extras, release)])
     return hashlib.sha256(pins.encode()).hexdigest()[:12]
 
 
-def missing(extras: list[str]) -> list[str]:
+def missing(extras: list[str], release: str = DEFAULT_RELEASE) -> list[str]:
     """Requirements that the running interpreter's environment does not meet.
 
     Raises EnvironmentProblem if it has an SGLang of another release: replacing that is the owner's decision.
@@ -58,7 +69,7 @@ def missing(extras: list[str]) -> list[str]:
     from pip._vendor.packaging.requirements import Requirement
 
     result = []
-    for line in requirements(extras):
+    for line in requirements(extras, release):
         requirement = Requirement(line)
         try:
             version = metadata.version(requirement.name)
@@ -99,9 +110,9 @@ def site_packages(venv: Path) -> Path:
     return found[0]
 
 
-def link_scripts(base: Path) -> None:
+def link_scripts(base: Path, venv: Path) -> None:
     """Offer the shared environment's commands here, each running on this checkout's interpreter."""
-    own = VENV / "bin"
+    own = venv / "bin"
     for source in sorted((base / "bin").iterdir()):
         target = own / source.name
         if target.exists() or source.is_dir() or source.name.lower().startswith(NO_COMMANDS):
@@ -116,45 +127,45 @@ def link_scripts(base: Path) -> None:
             target.symlink_to(source)
 
 
-def make_venv(base: Path) -> None:
-    """Create .build/venv over the shared environment `base`, unless it is there."""
-    stamp = VENV / ".base"
+def make_venv(base: Path, venv: Path) -> None:
+    """Create `venv` over the shared environment `base`, unless it is there."""
+    stamp = venv / ".base"
     # The shared environment's packages belong to the name, so that an update there rebuilds this one.
     value = f"{base}\n{ROOT}\n{(base / '.complete').read_text() if (base / '.complete').is_file() else ''}"
     if is_current(stamp, value):
         return
-    shutil.rmtree(VENV, ignore_errors=True)
-    subprocess.run([base / "bin" / "python", "-m", "venv", "--without-pip", VENV], check=True)
+    shutil.rmtree(venv, ignore_errors=True)
+    subprocess.run([base / "bin" / "python", "-m", "venv", "--without-pip", venv], check=True)
     shared = str(site_packages(base))
     # addsitedir, and not a plain path, so that the shared .pth files count too.
-    (site_packages(VENV) / "zz_shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+    (site_packages(venv) / "zz_shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
     # Last on the path: benchmarks and tests are found, and SGLang's triton_kernels comes before this one.
-    (site_packages(VENV) / "zzz_checkout.pth").write_text(f"{ROOT}\n")
-    link_scripts(base)
+    (site_packages(venv) / "zzz_checkout.pth").write_text(f"{ROOT}\n")
+    link_scripts(base, venv)
     stamp.write_text(value)
 
 
-def install_project(base: Path) -> None:
-    """Editable install of this checkout into .build/venv, when its packaging changed."""
-    stamp = VENV / ".project"
+def install_project(base: Path, venv: Path) -> None:
+    """Editable install of this checkout into `venv`, when its packaging changed."""
+    stamp = venv / ".project"
     value = tree_hash([ROOT / "pyproject.toml", ROOT / "setup.py"], str(ROOT))
     if is_current(stamp, value):
         return
-    command = [str(base / "bin" / "python"), "-m", "pip", "--python", str(VENV / "bin" / "python"), "install"]
+    command = [str(base / "bin" / "python"), "-m", "pip", "--python", str(venv / "bin" / "python"), "install"]
     command += ["--quiet", "--disable-pip-version-check", "--no-warn-script-location"]
     command += ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     subprocess.run(command, check=True)
     stamp.write_text(value)
 
 
-def copy_sglang(base: Path) -> None:
-    """Give .build/venv its own SGLang, copied again whenever the patch series changed; patches nothing."""
-    stamp = VENV / ".sglang"
+def copy_sglang(base: Path, venv: Path) -> None:
+    """Give `venv` its own SGLang, copied again whenever the patch series changed; patches nothing."""
+    stamp = venv / ".sglang"
     value = tree_hash([ROOT / "patches", ROOT / "scripts" / "apply_patches.py"], str(base))
     if is_current(stamp, value):
         return
     stamp.unlink(missing_ok=True)
-    own = site_packages(VENV)
+    own = site_packages(venv)
     sources = [site_packages(base) / "sglang", *site_packages(base).glob("sglang-*.dist-info")]
     for source in sources:
         target = own / source.name
@@ -163,15 +174,16 @@ def copy_sglang(base: Path) -> None:
     stamp.write_text(value)
 
 
-def overlay(base: Path) -> None:
-    """Bring .build/venv up to date with the shared environment `base` and with this checkout."""
+def overlay(base: Path, release: str = DEFAULT_RELEASE) -> None:
+    """Bring this checkout's environment up to date with the shared one `base` and with this checkout."""
     BUILD.mkdir(exist_ok=True)
-    make_venv(base)
-    install_project(base)
-    copy_sglang(base)
-    (BUILD / "env.sh").write_text(
+    venv = own_venv(release)
+    make_venv(base, venv)
+    install_project(base, venv)
+    copy_sglang(base, venv)
+    (BUILD / f"{venv.name.removeprefix('v')}.sh").write_text(
         f"# Written by scripts/setup.sh: source it to use this checkout's environment.\n"
-        f"export VIRTUAL_ENV={str(VENV)!r}\n"
+        f"export VIRTUAL_ENV={str(venv)!r}\n"
         f'export PATH="$VIRTUAL_ENV/bin:$PATH"\n'
         f"# Without it, python -m in the checkout imports its triton_kernels/ in place of SGLang's package.\n"
         f"export PYTHONSAFEPATH=1\n"
@@ -188,22 +200,31 @@ def parser() -> argparse.ArgumentParser:
     ]:
         command = commands.add_parser(name, help=text)
         command.add_argument("--extras", required=True, metavar="A,B", help="extras of pyproject.toml")
-    command = commands.add_parser("overlay", help="bring .build/venv up to date")
+        _add_release(command)
+    command = commands.add_parser("overlay", help="bring this checkout's environment up to date")
+    _add_release(command)
     command.add_argument("--base", required=True, type=Path, metavar="DIR", help="the shared environment")
     return result
+
+
+def _add_release(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--sglang", choices=RELEASES, default=DEFAULT_RELEASE, help="SGLang release (default: %(default)s)"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         if options.command == "overlay":
-            overlay(options.base.absolute())
+            overlay(options.base.absolute(), options.sglang)
             return 0
         extras = options.extras.split(",")
         if options.command == "hash":
-            print(pins_hash(extras))
+            print(pins_hash(extras, options.sglang))
         else:
-            print("\n".join({"requirements": requirements, "missing": missing}[options.command](extras)))
+            listing = {"requirements": requirements, "missing": missing}[options.command]
+            print("\n".join(listing(extras, options.sglang)))
     except EnvironmentProblem as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1

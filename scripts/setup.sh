@@ -5,14 +5,16 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-usage: scripts/setup.sh [--fresh] [--no-model]
+usage: scripts/setup.sh [--sglang RELEASE] [--fresh] [--no-model]
 
 Sets up everything that the demo and the tests need: about 4 minutes and 11 GB the first time, seconds after that.
 Afterwards `source .build/env.sh` puts this checkout's python and hicache-ext on the PATH.
 
-  --fresh     build the shared Python environment and this checkout's own again
-  --no-model  leave out the chat model
-  -h, --help  this text
+  --sglang RELEASE  the SGLang release, one of those with patches in patches/ (default: 0.5.23). Another one than the
+                    default gets .build/venv-RELEASE and .build/env-RELEASE.sh, beside those of the default.
+  --fresh           build the shared Python environment and this checkout's own again
+  --no-model        leave out the chat model
+  -h, --help        this text
 
 Environment:
   HICACHE_EXT_VENV  a virtual environment to use in place of the shared one; it is never removed, and packages that
@@ -27,16 +29,24 @@ CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/hicache-ext"
 NEEDED_GB=15
 FRESH=0
 MODEL=1
-for argument in "$@"; do
-    case "$argument" in
+SGLANG=0.5.23
+die() { echo "setup: $*" >&2; exit 1; }
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+        --sglang) SGLANG="${2:-}"; [ "$#" -gt 1 ] && shift ;;
+        --sglang=*) SGLANG="${1#*=}" ;;
         --fresh) FRESH=1 ;;
         --no-model) MODEL=0 ;;
         -h | --help) usage; exit 0 ;;
-        *) echo "setup: unknown option $argument; see scripts/setup.sh --help" >&2; exit 2 ;;
+        *) echo "setup: unknown option $1; see scripts/setup.sh --help" >&2; exit 2 ;;
     esac
+    shift
 done
-
-die() { echo "setup: $*" >&2; exit 1; }
+if [ -z "$SGLANG" ] || [ ! -d "$ROOT/patches/sglang-$SGLANG" ]; then
+    echo "setup: no patches for SGLang '$SGLANG'; there are: $(cd "$ROOT/patches" && echo sglang-* | sed 's/sglang-//g')" >&2
+    exit 2
+fi
+if [ "$SGLANG" = 0.5.23 ]; then OWN=venv; else OWN="venv-$SGLANG"; fi
 
 LOGS="$ROOT/.build/logs"
 mkdir -p "$LOGS"
@@ -119,7 +129,7 @@ install_debian() {
 build_base() {
     rm -rf "$BASE"
     "$PY" -m venv "$BASE"
-    "$PY" "$ROOT/scripts/environment.py" requirements --extras "$EXTRAS" >"$BASE/requirements.txt"
+    "$PY" "$ROOT/scripts/environment.py" requirements --sglang "$SGLANG" --extras "$EXTRAS" >"$BASE/requirements.txt"
     "$BASE/bin/python" -m pip install --disable-pip-version-check -r "$BASE/requirements.txt"
     # The editable install of a checkout builds with it, without a network.
     "$BASE/bin/python" -m pip install --disable-pip-version-check 'setuptools>=77'
@@ -131,11 +141,11 @@ install_missing() {
 }
 
 overlay() {
-    "$BASE/bin/python" "$ROOT/scripts/environment.py" overlay --base "$BASE"
+    "$BASE/bin/python" "$ROOT/scripts/environment.py" overlay --sglang "$SGLANG" --base "$BASE"
 }
 
 patch_sglang() {
-    "$ROOT/.build/venv/bin/python" "$ROOT/scripts/apply_patches.py" apply
+    "$ROOT/.build/$OWN/bin/python" "$ROOT/scripts/apply_patches.py" apply
 }
 
 # lock FD FILE: one set-up at a time.
@@ -164,10 +174,10 @@ fi
 
 # 2. the shared Python packages
 mkdir -p "$CACHE"
-BASE="${HICACHE_EXT_VENV:-$CACHE/venv-$("$PY" "$ROOT/scripts/environment.py" hash --extras "$EXTRAS")}"
+BASE="${HICACHE_EXT_VENV:-$CACHE/venv-$("$PY" "$ROOT/scripts/environment.py" hash --sglang "$SGLANG" --extras "$EXTRAS")}"
 lock 8 "$CACHE/.$(basename "$BASE").lock"
 if [ -n "${HICACHE_EXT_VENV:-}" ] && [ -x "$BASE/bin/python" ]; then
-    missing="$("$BASE/bin/python" "$ROOT/scripts/environment.py" missing --extras "$EXTRAS")"
+    missing="$("$BASE/bin/python" "$ROOT/scripts/environment.py" missing --sglang "$SGLANG" --extras "$EXTRAS")"
     if [ -n "$missing" ]; then
         mapfile -t lacking <<<"$missing"
         step 2 "Python packages that $BASE lacks (${#lacking[@]})" pip install_missing
@@ -190,8 +200,8 @@ exec 8>&-
 
 # 3. this checkout's environment
 lock 9 "$ROOT/.build/.lock"
-if [ "$FRESH" = 1 ]; then rm -rf "$ROOT/.build/venv"; fi
-step 3 "this checkout's environment in .build/venv" overlay overlay
+if [ "$FRESH" = 1 ]; then rm -rf "$ROOT/.build/$OWN"; fi
+step 3 "this checkout's environment in .build/$OWN" overlay overlay
 
 # 4. patches
 if [ -f "$ROOT/scripts/apply_patches.py" ]; then
@@ -203,8 +213,8 @@ exec 9>&-
 
 # 5. the chat model
 if [ "$MODEL" = 1 ]; then
-    step 5 "chat model SmolLM2-135M-Instruct" model "$ROOT/.build/venv/bin/python" "$ROOT/scripts/prepare_model.py" --quiet
+    step 5 "chat model SmolLM2-135M-Instruct" model "$ROOT/.build/$OWN/bin/python" "$ROOT/scripts/prepare_model.py" --quiet
 else
     echo "[5/5] chat model: left out"
 fi
-echo "set-up done in $SECONDS s"
+echo "set-up of SGLang $SGLANG done in $SECONDS s; to use it: source .build/${OWN#v}.sh"

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hicache_ext.cli import CommandError, doctor, patch
+from hicache_ext.cli import CommandError, doctor, patch, store
 
-_COMMANDS = (doctor, patch)
+_COMMANDS = (doctor, patch, store)
 
 
 def build_parser() -> argparse.ArgumentParser:

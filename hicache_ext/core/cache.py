@@ -6,8 +6,8 @@
     settle_loads                                       before the results of a batch that loaded are used
     advance                                            when the weights change
 
-With a remote tier, ``want`` also looks for the rest of the prompt in the stores; ``waits`` tells whether it is
-on its way. See ``core.remote_tier``.
+With a remote tier, ``want`` also looks for the rest of the prompt in the stores, and ``waits`` tells
+whether it is on its way; see ``core.remote_tier``.
 
 The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
 applied in ``tick`` and ``settle_loads``, as all ranks agree. Two calls wait for bytes instead, and apply
@@ -249,6 +249,14 @@ class TieredCache:
     def waits(self, rid: str) -> bool:
         """Whether pages of a queued request are on their way from a store; never for longer than planned."""
         return self.remote is not None and self.remote.waits(rid)
+
+    def fetching(self) -> bool:
+        """Whether a queued request waits for a store."""
+        return self.remote is not None and self.remote.fetching()
+
+    def take_arrived(self, rid: str) -> int:
+        """Tokens that were fetched from a store for a queued request, told once."""
+        return 0 if self.remote is None else self.remote.take_arrived(rid)
 
     def unwant(self, rid: str) -> None:
         self.tree.unwant(rid)
@@ -613,6 +621,10 @@ class TieredCache:
     def _drop_host(self, node: Node) -> None:
         self.stats.evicted_host += len(node)
         self._release_host(node)
+        parent = node.parent
+        if self.remote is not None and node.store_queued and parent is not None and parent.host is READY:
+            # It may have been cut from the end of a run whose rest still waits to be written.
+            self.remote.offer(parent)
         if node.device is ABSENT:
             self.tree.prune(node)
 

@@ -153,6 +153,10 @@ class RemoteTier:
         """Whether pages of this request are on their way."""
         return rid in self._fetches
 
+    def fetching(self) -> bool:
+        """Whether any request waits."""
+        return bool(self._fetches)
+
     def forget(self, rid: str) -> None:
         """The request no longer waits; unknown ids are ignored."""
         self._arrived.pop(rid, None)

@@ -2,22 +2,21 @@
 
 SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
 ``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``on_batch_result``, ``on_control``,
-``transfers_idle``) come from the patch series.
+``fetch_ended``, ``transfers_idle``) come from the patch series.
 
-A request's pages belong to the epoch and the scope it was matched in (its *origin*): what it computed is
+A request's pages belong to the era and the scope it was matched in (its *origin*): what it computed is
 published there or not at all.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
-    CacheRequestHandle,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -32,20 +31,27 @@ from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.residency import Doubt, Residency
 from hicache_ext.core.tree import Node
-from hicache_ext.integration.control import Adapters, weight_change
+from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
 from hicache_ext.integration.recompute import Recompute
+from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
+from hicache_ext.integration.speeds import PrefillClock, Stores
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+_YIELD_S = 0.0005
 
 
 class Origin(NamedTuple):
     """What a request's pages were computed for."""
 
-    epoch: int
+    era: int
     scope: PrefixScope
 
 
@@ -53,6 +59,7 @@ class HicacheExtCache(BasePrefixCache):
     """One rank's prefix cache; tree nodes are the handles SGLang keeps in its requests."""
 
     disable = False
+    recompute_class = Recompute
 
     def __init__(
         self,
@@ -63,23 +70,29 @@ class HicacheExtCache(BasePrefixCache):
         counter: LayerCounter,
         settings: Settings,
         versions: WeightVersions,
+        stores: Stores | None = None,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
         self.cache = cache
         self.engine = engine
+        self.stores = stores
         self.host = host
         self.counter = counter
-        self.recompute = Recompute()
+        self.recompute = self.recompute_class()
         self._versions = versions
         self._adapters = Adapters()
+        self._flush_asked = False
+        self._worked = False
+        self._prefills = None if stores is None else PrefillClock(stores.planner)
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = Metrics(cache, engine, self.recompute, _rank_labels(), settings.metrics_interval)
+            labels = rank_labels()
+            self._metrics = Metrics(cache, engine, self.recompute, labels, settings.metrics_interval, stores)
 
     # Lookup
 
@@ -94,7 +107,7 @@ class HicacheExtCache(BasePrefixCache):
         scope = self._scope(key.extra_key, key.cache_salt, lora)
         match = self.cache.match(scope, tokens)
         if params.req is not None:
-            params.req._hicache_ext_origin = Origin(self.cache.epoch, scope)
+            params.req._hicache_ext_origin = Origin(self.cache.era, scope)
         return MatchResult(
             device_prefix_len=match.device_len,
             last_device_node=match.device_node,
@@ -109,10 +122,17 @@ class HicacheExtCache(BasePrefixCache):
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         # Called once per admission, when the request's hits are final.
+        fetched = self.cache.take_arrived(req.rid)
         self.cache.unwant(req.rid)
+        if self._prefills is not None:
+            self._prefills.admitted(req)
         if not req.retracted_stain:
             loaded = min(req.host_loaded_length, req.prefix_len)
-            self.cache.stats.hit_host += loaded
+            fetched = min(fetched, loaded)
+            # SGLang reports it to the client as read from storage.
+            req.storage_hit_length = fetched
+            self.cache.stats.hit_store += fetched
+            self.cache.stats.hit_host += loaded - fetched
             self.cache.stats.hit_device += req.prefix_len - loaded
         return super().prefix_device_indices(req)
 
@@ -122,7 +142,7 @@ class HicacheExtCache(BasePrefixCache):
         self.cache.unwant(req.rid)
         origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
         doubtful = req.last_node is not None and req.last_node.doubt is not Doubt.NONE
-        if origin is None or origin.epoch != self.cache.epoch or doubtful:
+        if origin is None or origin.era != self.cache.era or doubtful:
             # Computed by older weights, or from a damaged page: its row stays its own.
             return
         length = up_to // self.page_size * self.page_size
@@ -163,7 +183,12 @@ class HicacheExtCache(BasePrefixCache):
         ids = req.origin_input_ids + req.output_ids
         # The last token is always computed, so the page it completes is never reused.
         tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
-        self.cache.want(req.rid, self._scope(req.extra_key, req.cache_salt, req.lora_id), tokens)
+        salt = getattr(req, "cache_salt", None)
+        self.cache.want(req.rid, self._scope(req.extra_key, salt, req.lora_id), tokens)
+
+    def fetch_ended(self, req: Any) -> bool:
+        """Whether a queued request can be scheduled: nothing of it is on its way from a store."""
+        return not self.cache.waits(req.rid)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self.cache.unwant(handle.rid)
@@ -173,6 +198,9 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
+        self._worked = True
+        if self._prefills is not None:
+            self._prefills.result(batch)
         self.cache.settle_loads(batch.hicache_consumer_index)
         if self.cache.tree.condemned:
             self.recompute.take_back(scheduler, batch)
@@ -181,6 +209,7 @@ class HicacheExtCache(BasePrefixCache):
         """A control request is about to be carried out."""
         self.recompute.on_control(request)
         self._adapters.apply(request)
+        self._flush_asked = self._flush_asked or is_flush(request)
         change = weight_change(request)
         if change is not None:
             self.cache.advance(self._versions.after_update(change.version))
@@ -233,10 +262,17 @@ class HicacheExtCache(BasePrefixCache):
     # Once per scheduler step
 
     def check_hicache_events(self) -> None:
+        if not self._worked and self.cache.fetching():
+            # An idle scheduler spins, and would keep Python from the threads that it waits for.
+            time.sleep(_YIELD_S)
+        self._worked = False
         start = time.perf_counter()
+        if self._prefills is not None:
+            self._prefills.step()
         self.cache.tick()
         self.recompute.settle(between_steps=True)
         self.cache.flush_backups()
+        self.cache.flush_writes()
         if self._check_every and self.cache.stats.ticks % self._check_every == 0:
             self.cache.check()
         if self._metrics is not None:
@@ -256,22 +292,17 @@ class HicacheExtCache(BasePrefixCache):
     # Lifetime
 
     def reset(self) -> None:
-        self.cache.reset()
+        # SGLang also resets after a weight update: those weights have a namespace of their own already.
+        self.cache.reset(flush=self._flush_asked)
+        self._flush_asked = False
 
     def release_host_resources(self) -> None:
         self.engine.close()
+        if self.stores is not None:
+            self.stores.engine.close()
         self.host.close()
 
 
 def _as_numpy(ids: Any) -> np.ndarray:
     """Token ids as int64 without a copy; drop the result before the ids may grow."""
     return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
-
-
-def _rank_labels() -> dict[str, Any]:
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
-    from sglang.srt.runtime_context import get_parallel
-
-    labels = radix_cache_metric_labels("hicache_ext", get_parallel(), is_dp_attention_enabled())
-    return {k: v for k, v in labels.items() if k != "cache_type"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -12,20 +13,30 @@ import torch
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Integrity
+from hicache_ext.core.planner import Planner
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import make_policy
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tick import Reduce
 from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, check_patches, settings_of
 from hicache_ext.integration.namespace import WeightVersions, namespace_of
 from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
+from hicache_ext.integration.release import adapter_class, parallel_sizes
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
+from hicache_ext.integration.speeds import Stores, prefill_costs
+from hicache_ext.remote.engine import scratch_pages
+from hicache_ext.remote.open import open_remote
+from hicache_ext.remote.planning import STORE
+from hicache_ext.stores.base import StoreError
 from hicache_ext.transfer.choices import CopyBackendName, parse_plan
+from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.engine import Engine, make_engine
 from hicache_ext.transfer.faults import FaultInjector
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
+from hicache_ext.transfer.seal import Seal
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +56,7 @@ def build_cache(ctx: Any) -> Any:
 
 
 def _build(ctx: Any, settings: Settings) -> Any:
-    from hicache_ext.integration.adapter import HicacheExtCache
-
+    adapter = adapter_class()
     params = ctx.params
     if params.disable:
         raise SettingsError(
@@ -76,7 +86,8 @@ def _build(ctx: Any, settings: Settings) -> Any:
         ", pinned" if on_gpu else "",
         settings.write_policy,
     )
-    host = HostPagePool(kv.layout, pages, pinned=on_gpu)
+    scratch = scratch_pages(kv.layout) if settings.remote else 0
+    host = HostPagePool(kv.layout, pages, pinned=on_gpu, scratch=scratch)
     forward_stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
     integrity = Integrity(settings.integrity)
     backend = CopyBackendName(settings.copy_backend)
@@ -104,6 +115,9 @@ def _build(ctx: Any, settings: Settings) -> Any:
     granule = min(settings.evict_granule, max(allocator.size // 64, params.page_size))
     namespace = namespace_of(ctx.server_args, ctx.model_config, kv.layout, str(pool.dtype))
     versions = WeightVersions(namespace, getattr(ctx.server_args, SERVER_ID_ATTRIBUTE))
+    stores = None
+    if settings.remote:
+        stores = open_stores(settings.remote, ctx, kv, host, Seal(kv.layout, integrity))
     cache = TieredCache(
         CacheConfig(
             page_size=params.page_size,
@@ -124,8 +138,35 @@ def _build(ctx: Any, settings: Settings) -> Any:
         namespace=versions.digest(),
         own=torch.Tensor.clone,
         reduce=reduce,
+        remote=None if stores is None else stores.engine,
     )
-    return HicacheExtCache(params, cache, engine, host, counter, settings, versions)
+    return adapter(params, cache, engine, host, counter, settings, versions, stores)
+
+
+def open_stores(urls: Sequence[str], ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal) -> Stores:
+    """The remote tier of this rank. Raises SettingsError if a store cannot be used as asked."""
+    from sglang.srt.runtime_context import get_parallel
+
+    layout = kv.layout
+    planner = Planner(Speeds(prefill_costs(ctx), [STORE]), layout.page_size, layout.page_bytes)
+    shard, dp = head_shard(ctx), get_parallel()
+    total, replica, replicas = shard.copies(layout)
+    try:
+        engine = open_remote(
+            urls,
+            layout,
+            host,
+            seal,
+            planner,
+            total_groups=total,
+            # Data-parallel ranks see other prompts, and a folder belongs to one process.
+            replica=replica + replicas * (dp.dp_rank or 0),
+            replicas=replicas * dp.num_dp_ranks,
+            writes=replica == 0,
+        )
+    except StoreError as error:
+        raise SettingsError(f"--hicache-ext-remote: {error}") from error
+    return Stores(engine, planner)
 
 
 def head_shard(ctx: Any) -> HeadShard:
@@ -151,8 +192,5 @@ def group_min(group: Any) -> Reduce | None:
 
 def ranks_here(server_args: Any) -> int:
     """Scheduler ranks that share this machine's memory."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    cfg = resolving_view(server_args)
-    replicas = 1 if cfg.attn_dp_size and cfg.attn_dp_size > 1 else cfg.dp_size
-    return max(cfg.tp_size * replicas // cfg.nnodes, 1)
+    tp_size, replicas, machines = parallel_sizes(server_args)
+    return max(tp_size * replicas // machines, 1)

@@ -44,6 +44,11 @@ def weight_change(request: Any) -> WeightChange | None:
     return WeightChange(getattr(request, field, None) if field else None)
 
 
+def is_flush(request: Any) -> bool:
+    """Whether a control request asks for the cache to be forgotten."""
+    return type(request).__name__ == "FlushCacheReqInput"
+
+
 class Adapters:
     """How often each LoRA adapter was loaded: SGLang may give a changed file the id it had before."""
 

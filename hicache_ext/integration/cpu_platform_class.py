@@ -19,9 +19,25 @@ class HicacheExtCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
-    # Releases before PlatformCapabilities assume as little by themselves.
+    # Releases before PlatformCapabilities assume as little by themselves, but want classes named.
     if hasattr(interface, "PlatformCapabilities"):
         capabilities = interface.PlatformCapabilities()
+    else:
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_mla_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+            return MLATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from hicache_ext.integration.cpu_allocator_0_5_17 import paged_allocator
+
+            return paged_allocator()
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 from hicache_ext.integration.settings import GB, Settings, SettingsError, load_settings
+from hicache_ext.stores.base import StoreError
+from hicache_ext.stores.urls import check_machine, parse_store_url
 
 BACKEND = "hicache_ext"
 SETTINGS_ATTRIBUTE = "_hicache_ext_settings"
@@ -33,6 +35,7 @@ def prepare(server_args: Any) -> None:
             write_policy=server_args.hicache_ext_write_policy,
             integrity=server_args.hicache_ext_integrity,
             copy_backend=server_args.hicache_ext_copy_backend,
+            remote=server_args.hicache_ext_remote,
             inject_faults=server_args.hicache_ext_inject_faults,
         )
         check_patches()
@@ -40,6 +43,7 @@ def prepare(server_args: Any) -> None:
         check_conflicts(server_args)
         check_page_size(server_args)
         check_host_memory(settings)
+        check_stores(settings)
     except SettingsError as error:
         raise SystemExit(f"hicache-ext: error: {error}") from None
     server_args.radix_cache_backend = BACKEND
@@ -115,7 +119,7 @@ _CONFLICTS: list[tuple[str, str, _Condition]] = [
     (
         "--enable-unified-cache-external-linker",
         "it needs SGLang's own prefix cache; drop one",
-        lambda a: a.enable_unified_cache_external_linker,
+        lambda a: getattr(a, "enable_unified_cache_external_linker", False),
     ),
     (
         "--speculative-algorithm",
@@ -215,6 +219,15 @@ def check_host_memory(settings: Settings) -> None:
             f"--hicache-ext-host-gb {settings.host_gb:g} is more than the {memory.available / GB:.1f} GB "
             "that are free now; ask for less, or free memory first"
         )
+
+
+def check_stores(settings: Settings) -> None:
+    """What a store needs on this machine is there; whether a service answers is not asked."""
+    for url in settings.remote:
+        try:
+            check_machine(parse_store_url(url))
+        except StoreError as error:
+            raise SettingsError(f"--hicache-ext-remote {url}: {error}") from None
 
 
 def memory_limit() -> int:

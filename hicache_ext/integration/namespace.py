@@ -75,13 +75,16 @@ def _loading(server_args: Any) -> str:
 class WeightVersions:
     """The namespace as the weights change.
 
-    An update that names no version gets one that no other server and no later update can have.
+    Equal names of versions mean equal weights, on all servers that share a store. An update that names no
+    version, or one that this server has had before, gets a name that no other server and no later update can
+    have: nothing says that these are the weights of that time.
     """
 
     def __init__(self, namespace: Namespace, server_id: str) -> None:
         self._namespace = namespace
         self._server_id = server_id
         self._updates = 0
+        self._had = {namespace.weight_version}
 
     def digest(self) -> bytes:
         return self._namespace.digest()
@@ -89,6 +92,8 @@ class WeightVersions:
     def after_update(self, version: str | None) -> bytes:
         """The digest from now on; ``version`` is what the update calls the new weights."""
         self._updates += 1
-        fresh = f"{self._server_id}/{self._updates}"
-        self._namespace = replace(self._namespace, weight_version=fresh if version is None else version)
+        if version is None or version in self._had:
+            version = f"{self._server_id}/{self._updates}"
+        self._had.add(version)
+        self._namespace = replace(self._namespace, weight_version=version)
         return self.digest()

@@ -141,6 +141,14 @@ class HeadShard:
         first_head = self.rank * self.model_heads // self.size
         return mine, first_head // (local_heads // mine)
 
+    def copies(self, layout: PageLayout) -> tuple[int, int, int]:
+        """(head groups of the model, which copy of its groups this rank holds, how many copies there are)."""
+        if layout.components[0].name == "latent":
+            return layout.groups, self.rank, self.size
+        heads = layout.components[0].heads
+        replicas = max(self.size * heads // self.model_heads, 1)
+        return self.model_heads * layout.groups // heads, self.rank % replicas, replicas
+
 
 def describe(pool: Any, page_size: int, shard: HeadShard | None = None) -> DeviceKV:
     """The buffers of a pool whose layout is known; anything else is refused.

@@ -1,6 +1,6 @@
 """Takes requests back that computed on pages which did not verify, before any of their tokens is used.
 
-SGLang 0.5.23. The batch whose result is about to be processed is already over, and under the overlap
+The batch whose result is about to be processed is already over, and under the overlap
 scheduler the next one, with the same requests, may be running: SGLang skips results of retracted requests, so
 they are marked at once, and go back to the queue when no result of theirs is outstanding.
 """
@@ -22,7 +22,7 @@ class Recompute:
 
     def take_back(self, scheduler: Any, batch: Any) -> None:
         """Retract every request of ``batch`` whose pages are condemned."""
-        live = [r for r in batch.reqs if not r.finished() and not r.is_retracted and r.kv.holds_kv]
+        live = [r for r in batch.reqs if not r.finished() and not r.is_retracted and self.holds_kv(r)]
         tainted = [r for r in live if r.last_node is not None and r.last_node.doubt is Doubt.CORRUPT]
         if not tainted:
             return
@@ -54,12 +54,28 @@ class Recompute:
                 if request.abort_all or req.rid.startswith(request.rid):
                     req.to_finish = FINISH_ABORT()
 
-    def _retract(self, scheduler: Any, req: Any) -> None:
+    # What another release does differently
+
+    def holds_kv(self, req: Any) -> bool:
+        """Whether a request has a row of KV slots."""
+        return req.kv.holds_kv
+
+    def release(self, req: Any, scheduler: Any) -> None:
+        """Free a request's KV without publishing any of it, and mark the request as retracted."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
         req.reset_for_retract()
         req.host_loaded_length = 0
+
+    def filter_out(self, batch: Any, reqs: list[Any]) -> None:
+        """Take requests out of a batch."""
+        batch.filter_batch(reqs_to_exclude=reqs)
+
+    # The steps
+
+    def _retract(self, scheduler: Any, req: Any) -> None:
+        self.release(req, scheduler)
         if not req.output_ids:
             # Nothing of it was used, so its cache hits are counted anew.
             req.retracted_stain = False
@@ -73,7 +89,7 @@ class Recompute:
     def _leave_batches(self, scheduler: Any) -> None:
         for batch in {id(b): b for b in (scheduler.running_batch, scheduler.last_batch) if b}.values():
             if any(req in batch.reqs for req in self._held):
-                batch.filter_batch(reqs_to_exclude=self._held)
+                self.filter_out(batch, self._held)
                 batch.batch_is_full = False
 
     def _requeue(self, scheduler: Any, req: Any) -> None:

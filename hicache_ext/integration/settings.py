@@ -12,6 +12,8 @@ from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
 from hicache_ext.core.policy.make import NAMES as POLICIES
 from hicache_ext.stores.base import GB as GB
+from hicache_ext.stores.base import StoreError
+from hicache_ext.stores.urls import parse_urls
 from hicache_ext.transfer.choices import CopyBackendName, parse_plan
 
 
@@ -29,6 +31,8 @@ class Settings:
     """``write-through`` or ``write-back``."""
     integrity: str = Integrity.FULL.value
     """``full``, ``sample`` or ``off``: how many pages carry checksums and are checked when they come back."""
+    remote: tuple[str, ...] = ()
+    """Addresses of stores, the nearest first; see ``stores.urls``. Empty: no remote tier."""
     inject_faults: str | None = None
     """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
     copy_backend: str = CopyBackendName.AUTO.value
@@ -60,10 +64,11 @@ def load_settings(config: str | None, **flags: Any) -> Settings:
             raise SettingsError(f"{config}: {key} = {value!r} is not a {_EXPECTED[key]}")
     settings = replace(Settings(), **values)
     settings = replace(settings, **{k: v for k, v in flags.items() if v is not None})
-    return _checked(settings)
+    return _checked(replace(settings, remote=tuple(settings.remote)))
 
 
 _EXPECTED = {
+    "remote": "list of addresses of stores",
     "host_gb": "positive number",
     "write_policy": f"string, one of {', '.join(WritePolicy)}",
     "integrity": f"string, one of {', '.join(Integrity)}",
@@ -90,6 +95,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _fits(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return False
+    if key == "remote":
+        return isinstance(value, list | tuple) and all(isinstance(url, str) for url in value)
     if key == "write_policy":
         return value in list(WritePolicy)
     if key == "integrity":
@@ -113,6 +120,11 @@ def _checked(settings: Settings) -> Settings:
         flag = "--hicache-ext-" + field.name.replace("_", "-")
         if not _fits(field.name, value):
             raise SettingsError(f"{flag} {value} is not a {_EXPECTED[field.name]}")
+        if field.name == "remote" and value:
+            try:
+                parse_urls(value)
+            except StoreError as error:
+                raise SettingsError(f"{flag} {error}") from None
         if field.name == "inject_faults":
             try:
                 parse_plan(value)

@@ -126,6 +126,8 @@ class DiskStore:
         # Out of the map, still in the index: not to be reused yet.
         self._doomed: list[int] = []
         self._clock = 0
+        # When each namespace's epoch was last used, Unix time, as far as the index does not say it yet.
+        self._times: dict[tuple[bytes, int], int] = {}
         self._grow_at = 0.0
 
         try:
@@ -166,6 +168,7 @@ class DiskStore:
             return nothing(len(keys), down=True)
         ok, held = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
         reads: list[_Transfer] = []
+        used: set[tuple[bytes, int]] = set()
         with self._lock:
             self._clock += 1
             for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
@@ -175,7 +178,9 @@ class DiskStore:
                     continue
                 self._readers[slot] += 1
                 self._history.used[slot] = self._clock
+                used.add(key[:2])
                 reads.append(_Transfer(slot, int(row), position, key, self._digests[slot]))
+            self._times.update(dict.fromkeys(used, int(time.time())))
         reads.sort()
         troubles = 0
         for part, results in self._run(self._read, reads, deadline, held, self._unpin):
@@ -308,7 +313,8 @@ class DiskStore:
             return
         with suppress(sqlite3.Error):
             slots = np.flatnonzero(self._live)
-            self._index.save_used(zip(slots.tolist(), self._history.used[slots].tolist(), strict=True))
+            used = self._history.used[slots].tolist()
+            self._index.save_used(zip(slots.tolist(), used, strict=True), self._times)
         self._index.close()
         self._segments.close()
         self._folder.close()
@@ -427,10 +433,13 @@ class DiskStore:
     def _publish(self, written: list[tuple[_Transfer, bytes]], now: int) -> bool:
         """Make written objects durable as far as asked, then visible."""
         writes = [w for w, _ in written]
+        with self._lock:
+            self._times.update(dict.fromkeys({w.key[:2] for w in writes}, int(time.time())))
+            times, self._times = self._times, {}
         try:
             if self.settings.durability is not Durability.NONE:
                 self._segments.sync([w.slot for w in writes])
-            self._index.insert(Entry(w.slot, w.key, digest, now) for w, digest in written)
+            self._index.insert((Entry(w.slot, w.key, digest, now) for w, digest in written), times)
         except (OSError, sqlite3.Error) as error:
             self._count_error(error, len(written))
             self._give_slots_back(writes)

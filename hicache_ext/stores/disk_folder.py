@@ -7,6 +7,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from hicache_ext.stores import disk_files
 from hicache_ext.stores.base import StoreError
@@ -14,6 +15,13 @@ from hicache_ext.stores.base import StoreError
 FORMAT = 1
 _META = "store.json"
 _OWN = ("lock", _META, _META + ".new", "probe", "lost+found")
+
+
+class Meta(NamedTuple):
+    """What ``store.json`` says."""
+
+    object_bytes: int
+    slots_per_file: int
 
 
 class Folder:
@@ -47,10 +55,9 @@ class Folder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreError(
-                f"the disk store in {self.path} is in use by another process (pid {owner}): stop that one, "
-                "or name another folder"
+                f"the disk store in {self.path} is in use by another process (pid {_pid(self._lock)}): stop "
+                "that one, or name another folder"
             ) from None
         os.ftruncate(self._lock, 0)
         with suppress(OSError):
@@ -75,22 +82,50 @@ class Folder:
 
     def _check(self, object_bytes: int) -> int:
         """Slots per file."""
-        path = self.path / _META
-        try:
-            meta = json.loads(path.read_text())
-            version = int(meta["format"])
-            if version == FORMAT:
-                per_file, stored = int(meta["slots_per_file"]), int(meta["object_bytes"])
-        except (ValueError, KeyError, TypeError):
-            raise StoreError(f"{path} is damaged: delete the folder, or name another") from None
-        if version != FORMAT:
+        meta = read_meta(self.path)
+        if meta.object_bytes != object_bytes:
             raise StoreError(
-                f"the disk store in {self.path} was written by format version {version}, this release reads "
-                f"version {FORMAT}: delete the folder, or name another"
+                f"the disk store in {self.path} holds objects of {meta.object_bytes} bytes, this model's "
+                f"have {object_bytes}: name one folder per model, or delete this one"
             )
-        if stored != object_bytes:
-            raise StoreError(
-                f"the disk store in {self.path} holds objects of {stored} bytes, this model's have "
-                f"{object_bytes}: name one folder per model, or delete this one"
-            )
-        return per_file
+        return meta.slots_per_file
+
+
+def holds_store(path: Path) -> bool:
+    """Whether a folder is a disk store."""
+    return (path / _META).is_file()
+
+
+def read_meta(path: Path) -> Meta:
+    """Of the store in a folder. Raises StoreError if it is damaged or of another format, OSError."""
+    file = path / _META
+    try:
+        values = json.loads(file.read_text())
+        version = int(values["format"])
+        if version == FORMAT:
+            return Meta(int(values["object_bytes"]), int(values["slots_per_file"]))
+    except (ValueError, KeyError, TypeError):
+        raise StoreError(f"{file} is damaged: delete the folder, or name another") from None
+    raise StoreError(
+        f"the disk store in {path} was written by format version {version}, this release reads "
+        f"version {FORMAT}: delete the folder, or name another"
+    )
+
+
+def owner(path: Path) -> str | None:
+    """The pid of the process that uses a store, as it says; None if nobody does. Raises OSError."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _pid(lock)
+    finally:
+        os.close(lock)
+    return None
+
+
+def _pid(lock: int) -> str:
+    return os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"

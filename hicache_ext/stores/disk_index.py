@@ -6,15 +6,17 @@ costs no flush and a power cut loses the latest commits; with ``FULL`` it loses 
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from hicache_ext.stores.base import Key
 
-_SCHEMA = """
+_OBJECTS = """
 CREATE TABLE IF NOT EXISTS objects (
     slot INTEGER PRIMARY KEY,
     namespace BLOB NOT NULL,
@@ -25,6 +27,20 @@ CREATE TABLE IF NOT EXISTS objects (
     used INTEGER NOT NULL
 )
 """
+# Beside the objects' order of use, for who cleans up: when a namespace's epoch was last used, Unix time.
+_NAMESPACES = """
+CREATE TABLE IF NOT EXISTS namespaces (
+    namespace BLOB NOT NULL,
+    epoch INTEGER NOT NULL,
+    used INTEGER NOT NULL,
+    PRIMARY KEY (namespace, epoch)
+)
+"""
+_WAL_HEADER = 32
+_SNAPSHOT_TRIES = 5
+
+Times = Mapping[tuple[bytes, int], int]
+"""Unix time by namespace and epoch."""
 
 
 class IndexDamaged(Exception):
@@ -69,7 +85,8 @@ class DiskIndex:
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(f"PRAGMA synchronous={'FULL' if every_commit_durable else 'NORMAL'}")
-            self._db.execute(_SCHEMA)
+            self._db.execute(_OBJECTS)
+            self._db.execute(_NAMESPACES)
         except sqlite3.DatabaseError as error:
             self._db.close()
             if isinstance(error, sqlite3.OperationalError):
@@ -78,48 +95,104 @@ class DiskIndex:
 
     def load(self) -> Columns:
         """All entries, by slot. Raises IndexDamaged."""
-        try:
-            rows = self._db.execute(
-                "SELECT slot, namespace, epoch, identity, head_group, digest, used FROM objects ORDER BY slot"
-            ).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise IndexDamaged(str(error)) from error
-        # One copy of each namespace, not one an object.
-        copies: dict[bytes, bytes] = {}
-        return Columns(
-            [row[0] for row in rows],
-            [Key(copies.setdefault(row[1], row[1]), row[2], row[3], row[4]) for row in rows],
-            [row[5] for row in rows],
-            [row[6] for row in rows],
-        )
+        return _load(self._db)
 
-    def insert(self, entries: Iterable[Entry]) -> None:
+    def insert(self, entries: Iterable[Entry], times: Times | None = None) -> None:
         """Raises sqlite3.Error, for example when the disk is full."""
         rows = [(e.slot, *e.key, e.digest, e.used) for e in entries]
-        self._transaction("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        self._transaction("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", rows, times)
 
     def delete(self, slots: Iterable[int]) -> None:
         """Raises sqlite3.Error."""
         self._transaction("DELETE FROM objects WHERE slot = ?", [(int(slot),) for slot in slots])
 
-    def save_used(self, used: Iterable[tuple[int, int]]) -> None:
+    def save_used(self, used: Iterable[tuple[int, int]], times: Times | None = None) -> None:
         """Pairs of slot and time. Raises sqlite3.Error."""
-        self._transaction(
-            "UPDATE objects SET used = ? WHERE slot = ?", [(int(t), int(slot)) for slot, t in used]
-        )
+        rows = [(int(t), int(slot)) for slot, t in used]
+        self._transaction("UPDATE objects SET used = ? WHERE slot = ?", rows, times)
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def _transaction(self, statement: str, rows: list[tuple]) -> None:
+    def _transaction(self, statement: str, rows: list[tuple], times: Times | None = None) -> None:
         with self._lock:
             self._db.execute("BEGIN")
             try:
                 self._db.executemany(statement, rows)
+                if times:
+                    self._db.executemany(
+                        "INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?)",
+                        [(*name, used) for name, used in times.items()],
+                    )
                 self._db.execute("COMMIT")
             except sqlite3.Error:
                 # SQLite has rolled back by itself after some errors, a full disk among them.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def read_index(path: Path) -> tuple[Columns, dict[tuple[bytes, int], int]]:
+    """Entries and times of use as of now; from a copy, so also beside the process that owns the index.
+
+    The log is copied after the database. While it is not begun anew, it has every page that a checkpoint may
+    have moved meanwhile, so the two together are one state; SQLite ignores a torn end.
+
+    Raises:
+        IndexDamaged: it is no index.
+        OSError: the file system refuses.
+    """
+    log = path.with_name(path.name + "-wal")
+    with tempfile.TemporaryDirectory(prefix="hicache-ext-") as folder:
+        copy = Path(folder) / "index.sqlite"
+        for _ in range(_SNAPSHOT_TRIES):
+            before = _head(log)
+            shutil.copyfile(path, copy)
+            copied_log = copy.with_name(copy.name + "-wal")
+            copied_log.unlink(missing_ok=True)
+            if log.exists():
+                shutil.copyfile(log, copied_log)
+            if _head(log) == before:
+                break
+        else:
+            raise OSError(0, "it changes faster than it can be read; try again", str(path))
+        try:
+            db = sqlite3.connect(copy)
+            try:
+                times = {}
+                if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'namespaces'").fetchone():
+                    rows = db.execute("SELECT namespace, epoch, used FROM namespaces").fetchall()
+                    times = {(namespace, epoch): used for namespace, epoch, used in rows}
+                return _load(db), times
+            finally:
+                db.close()
+        except sqlite3.DatabaseError as error:
+            raise IndexDamaged(str(error)) from error
+
+
+def _head(log: Path) -> bytes:
+    """What changes whenever the log begins anew."""
+    try:
+        with log.open("rb") as file:
+            return file.read(_WAL_HEADER)
+    except FileNotFoundError:
+        return b""
+
+
+def _load(db: sqlite3.Connection) -> Columns:
+    """Raises IndexDamaged."""
+    try:
+        rows = db.execute(
+            "SELECT slot, namespace, epoch, identity, head_group, digest, used FROM objects ORDER BY slot"
+        ).fetchall()
+    except sqlite3.DatabaseError as error:
+        raise IndexDamaged(str(error)) from error
+    # One copy of each namespace, not one an object.
+    copies: dict[bytes, bytes] = {}
+    return Columns(
+        [row[0] for row in rows],
+        [Key(copies.setdefault(row[1], row[1]), row[2], row[3], row[4]) for row in rows],
+        [row[5] for row in rows],
+        [row[6] for row in rows],
+    )

@@ -381,6 +381,16 @@ def name_of(key: Key) -> str:
     return f"{PREFIX}/{key.namespace.hex()}/{key.epoch:016x}/{key.identity.hex()}/{key.group}"
 
 
+def key_of(name: str) -> Key | None:
+    """The key that has this name; None if it is not one of ours."""
+    try:
+        prefix, namespace, epoch, identity, group = name.split("/")
+        key = Key(bytes.fromhex(namespace), int(epoch, 16), bytes.fromhex(identity), int(group))
+    except ValueError:
+        return None
+    return key if prefix == PREFIX and name_of(key) == name else None
+
+
 def older_epochs(namespace: bytes, below: int) -> str | None:
     """Regular expression for the names of a namespace's objects whose epoch is below a number; None if there
     can be none."""

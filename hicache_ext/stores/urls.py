@@ -8,7 +8,8 @@ mooncake://HOST:PORT?metadata=http://...&protocol=tcp|rdma&device=...&segment_gb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -17,7 +18,7 @@ from hicache_ext.stores.base import Store, StoreError
 from hicache_ext.stores.breaker import CircuitBreaker, GuardedStore
 from hicache_ext.stores.disk import DiskSettings, DiskStore, Durability
 from hicache_ext.stores.mooncake import MooncakeStore
-from hicache_ext.stores.mooncake_client import PEER_TO_PEER, MooncakeSettings, host_port
+from hicache_ext.stores.mooncake_client import PEER_TO_PEER, MooncakeSettings, host_port, load
 
 Settings = DiskSettings | MooncakeSettings
 _METADATA = ("http://", "https://", "etcd://", "redis://")
@@ -43,6 +44,34 @@ def parse_store_url(url: str) -> Settings:
             raise StoreError(f"{url}: nothing may stand between the port and the ?, but {parts.path} does")
         return _mooncake(url, parts.netloc, options)
     raise StoreError(f"{url}: a store's address begins with file:// or mooncake://")
+
+
+def parse_urls(urls: Sequence[str]) -> list[Settings]:
+    """What some addresses, the nearest first, ask for; touches neither disk nor network.
+
+    Raises:
+        StoreError: one line that names the part that is wrong and what it may be.
+    """
+    if not urls:
+        raise StoreError("the remote tier needs the address of a store, such as file:///PATH?size_gb=100")
+    settings = [parse_store_url(url) for url in urls]
+    places = [s.path if isinstance(s, DiskSettings) else s.master for s in settings]
+    for place in places:
+        if places.count(place) > 1:
+            raise StoreError(f"the store {place} is given twice")
+    return settings
+
+
+def check_machine(settings: Settings) -> None:
+    """Raises StoreError if this machine lacks what a kind of store needs; asks no service."""
+    if isinstance(settings, MooncakeSettings):
+        load(settings)
+        return
+    folder = next(p for p in (settings.path, *settings.path.parents) if p.exists())
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is not a folder; name another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"{folder} is not writable for this user; choose another folder, or its owner")
 
 
 def open_store(settings: Settings, object_bytes: int, breaker: CircuitBreaker | None = None) -> GuardedStore:

@@ -14,21 +14,23 @@ ALIGNMENT = 4096
 
 
 class HostPagePool:
-    """``pages`` pages in one uint8 buffer ``[pages, page_bytes]``; pinned if a GPU is to reach it."""
+    """``pages`` pages in one uint8 buffer ``[pages + scratch, page_bytes]``; pinned if a GPU is to reach it.
 
-    def __init__(self, layout: PageLayout, pages: int, *, pinned: bool) -> None:
+    The ``scratch`` pages at the end are not the cache's: the remote tier works in them.
+    """
+
+    def __init__(self, layout: PageLayout, pages: int, *, pinned: bool, scratch: int = 0) -> None:
         """Raises MemoryError if the host refuses the memory."""
         self.layout = layout
-        size = pages * layout.page_bytes
+        self.pages = pages
+        size = (pages + scratch) * layout.page_bytes
         try:
             memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             kind = "pinned " if pinned else ""
-            raise MemoryError(
-                f"cannot get {pages * layout.page_bytes / 1e9:.1f} GB of {kind}host memory: {error}"
-            ) from error
+            raise MemoryError(f"cannot get {size / 1e9:.1f} GB of {kind}host memory: {error}") from error
         start = -memory.data_ptr() % ALIGNMENT
-        self.buffer = memory[start : start + size].view(pages, layout.page_bytes)
+        self.buffer = memory[start : start + size].view(pages + scratch, layout.page_bytes)
 
     def read(self, pages: np.ndarray, out: torch.Tensor) -> None:
         """Copy pages to ``out`` (uint8 ``[n, page_bytes]``, any device), a copy per run of pages."""

@@ -1091,7 +1091,6 @@ def test_what_came_back_to_the_host_while_it_was_queued_is_written_once() -> Non
     assert tier(rig).stats.stored == 2 * PAGE and node.stored
 
 
-@pytest.mark.xfail(strict=True, reason="an eviction that cuts a queued run drops its head from the queue")
 def test_the_rest_of_a_run_whose_tail_was_evicted_is_written() -> None:
     shared = SharedStore()
     rig = server(shared)

@@ -345,9 +345,9 @@ def test_an_update_names_the_pages_that_follow(paged: Engine) -> None:
     for version in (None, "v2", None):
         updated(paged, version)
         seen.append(tree.namespace)
-    assert len(set(seen)) == 4 and paged.cache.cache.epoch == 3
+    assert len(set(seen)) == 4 and paged.cache.cache.era == 3
     paged.cache.on_control(io_struct.GetWeightsByNameReqInput(name="x"))
-    assert (tree.namespace, paged.cache.cache.epoch) == (seen[-1], 3)
+    assert (tree.namespace, paged.cache.cache.era) == (seen[-1], 3)
 
 
 @pytest.mark.parametrize("reused", [8, 0])
@@ -429,6 +429,26 @@ def test_a_flush_is_an_epoch_of_its_own(paged: Engine) -> None:
     paged.cache.reset()
     paged.checkpoint(req)
     assert paged.cache.total_size() == 0
+
+
+def test_a_user_s_flush_is_for_all_who_share_a_store_and_other_resets_are_not(paged: Engine) -> None:
+    cache = paged.cache.cache
+    paged.cache.reset()
+    assert (cache.era, cache.epoch) == (1, 0)
+    paged.cache.on_control(io_struct.FlushCacheReqInput())
+    paged.cache.reset()
+    assert (cache.era, cache.epoch) == (2, 1)
+    paged.cache.reset()
+    assert (cache.era, cache.epoch) == (3, 1), "asked for once"
+
+
+def test_a_version_that_was_here_before_is_a_new_one(paged: Engine) -> None:
+    tree = paged.cache.cache.tree
+    seen = [tree.namespace]
+    for version in ("v2", "v3", "v2", "default"):
+        updated(paged, version)
+        seen.append(tree.namespace)
+    assert len(set(seen)) == 5
 
 
 # Adapters

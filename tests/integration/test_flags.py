@@ -212,7 +212,32 @@ def test_policies_are_told_by_the_parser(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_flag_explains_itself() -> None:
     ours = [a for a in parser()._actions if a.dest.startswith(("hicache_ext", "enable_hicache_ext"))]
-    assert len(ours) == 7 and all(a.help and len(a.help) > 40 for a in ours)
+    assert len(ours) == 8 and all(a.help and len(a.help) > 40 for a in ours)
+
+
+# Stores
+
+
+def test_stores_may_be_given_one_by_one_or_together() -> None:
+    one, two, three = (f"file:///nowhere/{n}?size_gb=1" for n in range(3))
+    args = parser().parse_args(
+        ["--model-path", "x", "--hicache-ext-remote", one, "--hicache-ext-remote", two, three]
+    )
+    assert args.hicache_ext_remote == [one, two, three]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nfs://x", "--hicache-ext-remote nfs://x: a store's address begins with file:// or mooncake://"),
+        (
+            "file:///dev/null/k?size_gb=1",
+            "--hicache-ext-remote file:///dev/null/k?size_gb=1: /dev/null is not a folder; name another path",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_before_anything_is_loaded(url: str, message: str) -> None:
+    assert refused(server_args("--hicache-ext-remote", url)) == message
 
 
 # Host memory

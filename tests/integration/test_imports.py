@@ -18,7 +18,8 @@ ALLOWED = {
     "transfer": {"core", "transfer", "triton_kernels"},
     "triton_kernels": {"core", "transfer", "triton_kernels"},
     "stores": {"core", "stores"},
-    "integration": {"core", "transfer", "stores", "integration", "patching"},
+    "remote": {"core", "transfer", "stores", "remote"},
+    "integration": {"core", "transfer", "stores", "remote", "integration", "patching"},
 }
 """Parts of ``hicache_ext`` that each part may import."""
 
@@ -48,7 +49,7 @@ def test_the_scan_sees_imports_of_every_form() -> None:
     assert found == {"a.b", "c.d", "hicache_ext.core.e", "hicache_ext.f.g", "i"}
 
 
-@pytest.mark.parametrize("part", ["core", "transfer", "triton_kernels", "integration"])
+@pytest.mark.parametrize("part", list(ALLOWED))
 def test_imports_point_one_way(part: str) -> None:
     # The kernels are packaged inside of hicache_ext, but lie beside it.
     folder = ROOT / part if part == "triton_kernels" else PACKAGE / part

@@ -58,6 +58,7 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
     backup_limit = 1024
     metrics_interval = 1
     check_every = 3
+    remote = ["mooncake://10.0.0.1:50051", "file:///var/cache/kv?size_gb=10"]
     """
     settings = load_settings(toml(tmp_path, text))
     assert settings == Settings(
@@ -71,8 +72,31 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
         backup_limit=1024,
         metrics_interval=1,
         check_every=3,
+        remote=("mooncake://10.0.0.1:50051", "file:///var/cache/kv?size_gb=10"),
     )
     assert set(tomllib.loads(text)) == {f.name for f in fields(Settings)}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('"file:///x?size_gb=1"', "remote = 'file:///x?size_gb=1' is not a list of addresses of stores"),
+        ("[1]", "remote = [1] is not a list of addresses of stores"),
+        ('["redis://x"]', "redis://x: a store's address begins with file:// or mooncake://"),
+        ('["file:///x"]', "file:///x: say how much of the disk may be used, such as ?size_gb=100"),
+        ('["file:///x?size_gb=1", "file:///x?size_gb=2"]', "the store /x is given twice"),
+    ],
+)
+def test_addresses_of_stores_are_checked(tmp_path: Path, value: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings(toml(tmp_path, f"remote = {value}"))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_stores_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'remote = ["file:///x?size_gb=1"]')
+    assert load_settings(file, remote=["file:///y?size_gb=2"]).remote == ("file:///y?size_gb=2",)
+    assert load_settings(file, remote=None).remote == ("file:///x?size_gb=1",)
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:

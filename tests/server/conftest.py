@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.netns import Host
 from tests.server.harness import SGLangServer
+from tests.server.remote import MooncakeUp
 from tests.server.workload import assert_all_back
+from tests.stores.conftest import missing_mooncake
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +46,28 @@ def start_server(model_path: Path, tmp_path: Path) -> Iterator[Callable[..., SGL
             # pytest shows it when the test failed.
             print(f"--- end of {server.log_path} ---\n{server.log_tail()}")
         server.stop()
+
+
+@pytest.fixture
+def start_mooncake(tmp_path: Path) -> Iterator[Callable[..., MooncakeUp]]:
+    """Start Mooncake masters that end with the test, on a host or on loopback: `start_mooncake(host)`."""
+    if (problem := missing_mooncake()) is not None:
+        pytest.skip(problem)
+    masters: list[MooncakeUp] = []
+
+    def start(host: Host | None = None, *options: str) -> MooncakeUp:
+        masters.append(MooncakeUp(tmp_path, host, *options))
+        return masters[-1].start()
+
+    yield start
+    for master in masters:
+        master.close()
+
+
+@pytest.fixture
+def mooncake(start_mooncake: Callable[..., MooncakeUp]) -> MooncakeUp:
+    """A master on loopback that can be killed, frozen and started again."""
+    return start_mooncake()
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Eviction and admission policies: one file each, one small interface.
 
 A policy learns from ``touch``, ``created``, ``split``, ``evicted`` and ``forget``; it answers through
-``index`` (who leaves a tier next) and ``admit`` (what a slower tier takes). A policy that orders by a
-number only implements
+``index`` (who leaves a tier next), ``admit`` (what a slower tier takes) and ``worth_storing`` (what is
+written to a remote store). A policy that orders by a number only implements
 ``device_rank`` and ``host_rank``: the lowest rank is evicted first. Ranks may rise at any time without notice
 (the index re-reads a rank before it uses it) but whoever lowers one must tell the index.
 
@@ -86,7 +86,10 @@ class EvictionPolicy:
         return True
 
     def worth_storing(self, node: Node) -> bool:
-        """Whether a copy of ``node``, which is on the host, should be written to a store."""
+        """Whether ``node`` is expected to come back often enough to be written to a remote store.
+
+        Of this server's requests only: what other servers ask the store for is not known here.
+        """
         return True
 
     def clear(self) -> None:

@@ -252,6 +252,12 @@ class Cost(EvictionPolicy):
         mine = self.rank(node, self.key(node, tier))
         return mine > self.rank(weakest, self.key(weakest, tier))
 
+    def worth_storing(self, node: Node) -> bool:
+        """What it saves when it comes back, times the chance that it does, against what writing it costs."""
+        costs = self.costs
+        recompute = costs.token + costs.depth * (node.start + len(node) / 2)
+        return self.reuse.chance(self.use(node)) * (recompute - costs.store) > costs.store
+
     def key(self, node: Node, tier: Tier) -> Key:
         use = self.use(node)
         price = self._price(node, tier)

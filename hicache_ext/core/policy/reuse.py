@@ -25,6 +25,8 @@ TRACKED = 1 << 15
 """Uses observed at once; those beyond are ranked like the others but teach nothing."""
 MOVES = 256
 """Observations brought up to date at most per computed run of tokens."""
+KNOWN = 8192
+"""Observations from which on chances are more than a guess."""
 GROUPS = 3
 """Baselines: of nodes used by one request, by two, by more."""
 FACTORS = 33
@@ -101,6 +103,7 @@ class Reuse:
         self._bias: list[float] = [0.0] * (8 * 4 * _SPAN)
         self._info: list[float] = [0.0] * (8 * 4 * _SPAN)
         self._stale = 0
+        self._observed = 0
         for uses in range(8):
             # Until the server's own requests say otherwise: use begets use, and what was passed over is done.
             self._bias[uses] = PRIOR_USES * (math.sqrt(uses) - 0.7)
@@ -157,6 +160,18 @@ class Reuse:
         row, low = self._worth[group][factor_bin], int(at)
         return row[low] + (at - low) * (row[low + 1] - row[low])
 
+    def chance(self, use: Use) -> float:
+        """That the node is used again, at an age that this server has lived long enough to see.
+
+        1 until enough was observed to say.
+        """
+        if self._observed < KNOWN:
+            return 1.0
+        start, end = age_bin(self.now - use.visit.time), age_bin(self.now)
+        hazard = sum(self._hazard[self.group(use)][start : end + 1])
+        factor = 2.0 ** (LOWEST_FACTOR + FACTOR_STEP * self.factor_bin(use))
+        return 1.0 - math.exp(-hazard * factor)
+
     def group(self, use: Use) -> int:
         return min(use.uses, GROUPS - 1)
 
@@ -206,6 +221,7 @@ class Reuse:
         for f in features:
             info[f] = min(info[f] + weight * expected, MEMORY)
             bias[f] += gain / (PRIOR_WEIGHT + info[f])
+        self._observed += 1
         self._stale += 1
         if self._stale >= REFRESH:
             self._tables()

@@ -8,7 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.trace_replay_run import SCOPE, Instant, Pool
+from benchmarks.trace_replay_run import SCOPE, Instant, Pool, Replay
+from benchmarks.trace_replay_synthetic import BLOCK, chat, with_scan
+from benchmarks.trace_replay_trace import Request
 from hicache_ext.core.cache import CacheConfig, TieredCache
 from hicache_ext.core.policy.cost import CostIndex
 from hicache_ext.core.policy.costs import CostModel
@@ -184,6 +186,74 @@ def test_cost_learns_which_requests_never_come_back() -> None:
         lru.serve(*(next(fresh) for _ in range(20)))
         again += lru.serve(*short[turn % 8])
     assert again == 0
+
+
+def test_cost_writes_down_what_comes_back_and_nothing_else() -> None:
+    """Prompts of 3 tokens return, those of 20 never do: it learns to keep the latter out of a store."""
+    server = Server("cost", 200, 400)
+    fresh = iter(range(1000, 10**9))
+    short = [[next(fresh) for _ in range(3)] for _ in range(8)]
+
+    def stored(tokens: list[int]) -> bool:
+        node = server.cache.match(SCOPE, np.array(tokens, dtype=np.int64), touch=False).device_node
+        assert node is not server.cache.tree.root
+        return server.policy.worth_storing(node)
+
+    first = [next(fresh) for _ in range(20)]
+    server.serve(*first)
+    assert stored(first), "as long as nothing is known, everything is written"
+    written = {True: 0, False: 0}
+    for turn in range(900):
+        once = [next(fresh) for _ in range(20)]
+        server.serve(*once)
+        server.serve(*short[turn % 8])
+        if turn >= 600:
+            written[True] += stored(short[turn % 8])
+            written[False] += stored(once)
+    assert written[True] == 300 and written[False] <= 15
+
+
+@pytest.mark.parametrize("price", [0.0, 4e-6, 1.0])
+def test_cost_writes_nothing_that_is_dearer_to_write_than_to_compute(price: float) -> None:
+    server = Server("cost", 200)
+    server.policy.costs = CostModel(token=1e-5, depth=0.0, store=price)  # type: ignore[attr-defined]
+    server.serve(*range(100))
+    (node,) = server.cache.tree.root.children.values()
+    assert server.policy.worth_storing(node) == (price < 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cost"])
+def test_other_policies_write_everything(name: str) -> None:
+    server = Server(name, 10)
+    server.serve(1, 2)
+    (node,) = server.cache.tree.root.children.values()
+    assert server.policy.worth_storing(node)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 4])
+def test_a_scan_of_ten_times_the_capacity_costs_returning_sessions_at_most_three_points(host: int) -> None:
+    """One-time prompts of ten times what device and host hold, between the requests of conversations."""
+    device = 600 if not host else 200
+    capacity = device * (1 + host)
+    sessions = chat(1200, again=0.8, seed=2)
+    mixed, own = with_scan(sessions, 10 * capacity, at=400)
+
+    def session_hits(requests: list[Request], mine: list[bool]) -> float:
+        costs = COSTS.scaled(BLOCK)
+        policy = make_policy(
+            "cost", device_tokens=device, host_tokens=host * device, page_size=1, costs=costs
+        )
+        run = Replay(policy, device, host * device, BLOCK, COSTS)
+        hits = [sum(run.serve(request)) for request in requests]
+        run.cache.check()
+        found = sum(h for h, m in zip(hits, mine, strict=True) if m)
+        return found / sum(len(r.blocks) for r, m in zip(requests, mine, strict=True) if m)
+
+    assert sum(not m for m in own) * 16 >= 10 * capacity
+    alone = session_hits(sessions, [True] * len(sessions))
+    assert alone > 0.05
+    assert alone - session_hits(mixed, own) <= 0.03
 
 
 def test_cost_memory_is_bounded() -> None:

@@ -1,0 +1,154 @@
+"""SGLang 0.5.17's prefix-cache interface, where it differs from 0.5.23's.
+
+Here a match carries the slots themselves, a request keeps its row and its lock without an owner object, and
+``cache_finished_req`` frees and unlocks by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams, MatchResult
+
+from hicache_ext.core.residency import Doubt
+from hicache_ext.core.tree import Node
+from hicache_ext.integration.adapter import HicacheExtCache, Origin, _as_numpy
+from hicache_ext.integration.recompute import Recompute
+
+
+class Recompute0517(Recompute):
+    """Taking requests back, with 0.5.17's requests and batches."""
+
+    def holds_kv(self, req: Any) -> bool:
+        return req.req_pool_idx is not None
+
+    def release(self, req: Any, scheduler: Any) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        req.reset_for_retract()
+
+    def filter_out(self, batch: Any, reqs: list[Any]) -> None:
+        batch.filter_batch(chunked_req_to_exclude=reqs)
+
+
+class Hits(NamedTuple):
+    """Tokens that a request found in each tier."""
+
+    device: int
+    host: int = 0
+    store: int = 0
+
+
+class RequestHandle(NamedTuple):
+    """What 0.5.23 names a queued request by."""
+
+    rid: str
+
+
+class HicacheExtCache0517(HicacheExtCache):
+    """One rank's prefix cache; tree nodes are the handles SGLang keeps in its requests."""
+
+    recompute_class = Recompute0517
+
+    def __init__(self, params: Any, *args: Any) -> None:
+        super().__init__(params, *args)
+        self._keep_finished = not params.disable_finished_insert
+
+    # Lookup
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        key, req = params.key, params.req
+        tokens = _as_numpy(key.token_ids)[: key._raw_len()]
+        # The extra key holds the cache salt and the adapter's id; the adapter's content is kept apart.
+        scope = self._scope(key.extra_key, None, getattr(req, "lora_id", None))
+        match = self.cache.match(scope, tokens)
+        if req is not None:
+            req._hicache_ext_origin = Origin(self.cache.era, scope)
+            req._hicache_ext_hits = Hits(match.device_len)
+            if self._prefills is not None:
+                self._prefills.admitted(req)
+        return MatchResult(
+            device_indices=self.path_device_indices(match.device_node),
+            last_device_node=match.device_node,
+            last_host_node=match.host_node,
+            best_match_node=match.host_node,
+            host_hit_length=match.host_len,
+        )
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
+        req = params.req
+        loaded, node = super().init_load_back(params)
+        fetched = min(self.cache.take_arrived(req.rid), loaded)
+        # SGLang reports what was promised as loaded, unless it is told otherwise.
+        req.host_hit_length, req.storage_hit_length = loaded, fetched
+        req._hicache_ext_hits = Hits(len(req.prefix_indices), loaded - fetched, fetched)
+        return self.path_device_indices(node)[len(req.prefix_indices) :], node
+
+    # A request's pages
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
+        tokens = _as_numpy(req.get_fill_ids())
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
+        self._admitted(req)
+        self._publish(req, tokens, row)
+        # The next chunk goes on from here without another match.
+        req.prefix_indices = row.to(torch.int64, copy=True)
+
+    def cache_finished_req(
+        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any
+    ) -> None:
+        ids = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)]
+        self._admitted(req)
+        if is_insert and self._keep_finished:
+            self._publish(req, _as_numpy(ids), row)
+        own = req.cache_protected_len
+        self.token_to_kv_pool_allocator.free_segment(row[own:], start_pos=own)
+        if req.last_node is not None:
+            self.cache.unlock(req.last_node)
+        self.on_release(req, checkpointed=is_insert)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        super().release_aborted_request(RequestHandle(handle))
+
+    def _admitted(self, req: Any) -> None:
+        """The first call for a request after its admission, when its hits are final."""
+        self.cache.unwant(req.rid)
+        hits: Hits | None = getattr(req, "_hicache_ext_hits", None)
+        if hits is None:
+            return
+        req._hicache_ext_hits = None
+        if not req.retracted_stain:
+            self.cache.stats.hit_device += hits.device
+            self.cache.stats.hit_host += hits.host
+            self.cache.stats.hit_store += hits.store
+
+    def _publish(self, req: Any, tokens: np.ndarray, row: torch.Tensor) -> None:
+        """Put the whole pages of a request's row into the tree, unless they are doubtful.
+
+        ``row`` are the slots of ``tokens``; where someone else published the same pages first, the row shows
+        theirs afterwards and the request's own are free.
+        """
+        origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
+        if origin is None or origin.era != self.cache.era or req.positional_embed_overrides is not None:
+            return
+        if req.last_node is not None and req.last_node.doubt is not Doubt.NONE:
+            return
+        length = len(tokens) // self.page_size * self.page_size
+        owned = req.cache_protected_len
+        if length < owned:
+            return
+        slots = row[:length].to(torch.int64, copy=True)
+        done = self.cache.insert(origin.scope, tokens[:length], slots)
+        if done.matched > owned:
+            self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
+            theirs = self.path_device_indices(done.node)[owned : done.matched]
+            self.req_to_token_pool.write((req.req_pool_idx, slice(owned, done.matched)), theirs)
+        self.cache.lock(done.node)
+        if req.last_node is not None:
+            self.cache.unlock(req.last_node)
+        req.last_node = done.node
+        req.cache_protected_len = length

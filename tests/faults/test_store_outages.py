@@ -1,0 +1,200 @@
+"""A store killed, frozen, slow, cut off, full: no request fails or waits, and the tier comes back.
+
+Waits are compared with a server that has no store, asked the same in turns in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.netns import Host, cannot_limit, network, unusable
+from tests.server.remote import (
+    HostServer,
+    MooncakeUp,
+    Segment,
+    nudge,
+    percentile,
+    stop,
+    store_hits,
+    stored,
+    think,
+    tiny_remote,
+    up,
+    wait_up,
+    working,
+)
+from tests.server.workload import assert_all_back, prompt, tiny_model, wait_until
+from tests.stores.conftest import missing_mooncake
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+TOKENS, PROMPTS = 620, 24
+"""Three times what the device and the host hold together."""
+HOST = 3072
+MAY_WAIT_S = 0.1
+BACK_S = 10.0
+
+
+@dataclass
+class Rig:
+    """A server whose store is on another host, and one without."""
+
+    hosts: dict[str, Host]
+    master: MooncakeUp
+    segment: Segment
+    server: HostServer
+    plain: HostServer
+    with_store: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+
+    def ask(self, seeds: list[int]) -> None:
+        """The same prompts to both, in turns; any failed request raises, and answers are equal."""
+        for number, seed in enumerate(seeds):
+            ids = prompt(seed, TOKENS)
+            pair = [(self.server, self.with_store), (self.plain, self.without)]
+            answers = []
+            for server, times in pair if number % 2 else pair[::-1]:
+                begin = time.monotonic()
+                answers.append(server.generate(input_ids=ids, max_new_tokens=1).output_ids)
+                times.append(time.monotonic() - begin)
+            assert answers[0] == answers[1]
+
+    def hits_of(self, seeds: list[int]) -> float:
+        nudge(self.server)
+        before = store_hits(self.server)
+        for seed in seeds:
+            self.server.generate(input_ids=prompt(seed, TOKENS), max_new_tokens=1)
+        nudge(self.server)
+        time.sleep(0.3)
+        nudge(self.server)
+        return store_hits(self.server) - before
+
+
+@pytest.fixture
+def rig(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Rig]:
+    for reason in (unusable(), missing_mooncake()):
+        if reason is not None:
+            pytest.skip(reason)
+    model = tiny_model(tmp_path_factory)
+    megabytes = getattr(request, "param", 256)
+    with network("server", "store") as hosts, ExitStack() as stack:
+        master = MooncakeUp(tmp_path, hosts["store"]).start()
+        stack.callback(master.close)
+        segment = Segment(master, megabytes, hosts["store"])
+        stack.callback(segment.close)
+        urls = [master.url(segment_gb=0)]
+        server = stack.enter_context(
+            tiny_remote(model, tmp_path / "server", urls, host=hosts["server"], host_tokens=HOST)
+        )
+        plain = stack.enter_context(tiny_remote(model, tmp_path / "plain", [], host_tokens=HOST))
+        wait_up(server)
+        made = Rig(hosts, master, segment, server, plain)
+        made.ask(list(range(PROMPTS)))
+        think(server)
+        made.with_store.clear()
+        made.without.clear()
+        yield made
+
+
+def kill_master(rig: Rig) -> None:
+    rig.master.kill()
+
+
+def restart_master(rig: Rig) -> None:
+    rig.master.start()
+
+
+def freeze_master(rig: Rig) -> None:
+    rig.master.freeze()
+
+
+def thaw_master(rig: Rig) -> None:
+    rig.master.thaw()
+
+
+def freeze_segment(rig: Rig) -> None:
+    stop(rig.segment.pid)
+
+
+def thaw_segment(rig: Rig) -> None:
+    os.kill(rig.segment.pid, signal.SIGCONT)
+
+
+def cut(rig: Rig) -> None:
+    rig.hosts["store"].cut()
+
+
+def heal(rig: Rig) -> None:
+    rig.hosts["store"].heal()
+
+
+def slow(rig: Rig) -> None:
+    if (reason := cannot_limit(rig.hosts["store"])) is not None:
+        pytest.skip(reason)
+    rig.hosts["store"].limit(10e6)
+
+
+def fast(rig: Rig) -> None:
+    rig.hosts["store"].limit(None)
+
+
+OUTAGES: dict[str, tuple[Callable[[Rig], None], Callable[[Rig], None]]] = {
+    "master killed": (kill_master, restart_master),
+    "master frozen": (freeze_master, thaw_master),
+    "memory frozen": (freeze_segment, thaw_segment),
+    "cut off": (cut, heal),
+    "10 MB/s": (slow, fast),
+}
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_kind_backend_down_means_server_down(outage: str, rig: Rig) -> None:
+    breaks, heals = OUTAGES[outage]
+    assert rig.hits_of([0, 1, 2]) > 0, "the store was not used to begin with"
+    breaks(rig)
+    try:
+        # Old prompts, which the store has, and new ones.
+        for part in range(2):
+            rig.ask(list(range(PROMPTS // 2)) + list(range(100 + 12 * part, 112 + 12 * part)))
+    finally:
+        heals(rig)
+    healed = time.monotonic()
+    wait_until("the store is in use again", lambda: working(rig.server), BACK_S, step=0.2)
+    # In use means written to and read from, also by a master that forgot all.
+    before = stored(rig.server)
+    seeds = list(range(200, 212))
+    rig.hits_of(seeds)
+    left = BACK_S - (time.monotonic() - healed)
+    wait_until("pages are stored again", lambda: working(rig.server) and stored(rig.server) > before, left)
+    print(f"{outage}: stored again {time.monotonic() - healed:.1f} s after it was healed")
+    think(rig.server)
+    assert rig.hits_of(seeds) > 0
+    check_waits(outage, rig)
+    assert_all_back(rig.server)
+
+
+@pytest.mark.parametrize("rig", [16], indirect=True, ids=["16 MB"])
+def test_a_full_store_costs_nothing(rig: Rig) -> None:
+    """A third of the prompts fits: the master evicts, or declines."""
+    rig.ask(list(range(PROMPTS)) + list(range(300, 324)))
+    check_waits("full", rig)
+    nudge(rig.server)
+    assert up(rig.server)
+    assert_all_back(rig.server)
+
+
+def check_waits(what: str, rig: Rig) -> None:
+    limit = percentile(rig.without, 0.99) + MAY_WAIT_S
+    waited = percentile(rig.with_store, 0.99)
+    print(f"{what}: 99th percentile {waited:.3f} s, without a store {limit - MAY_WAIT_S:.3f} s")
+    assert waited <= limit, (sorted(rig.with_store)[-5:], sorted(rig.without)[-5:])

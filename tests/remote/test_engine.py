@@ -1,0 +1,245 @@
+"""Lookups, fetches and writes of one engine on a store that works."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hicache_ext.core.header import Integrity, Labels
+from hicache_ext.core.planner import Planner, PlanSettings
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.remote import Query, Remote
+from hicache_ext.core.speeds import Speeds
+from hicache_ext.remote.engine import RemoteEngine
+from hicache_ext.remote.planning import STORE
+from tests.remote.conftest import MakeRig
+from tests.remote.rig import (
+    GROUPS,
+    NAMESPACE,
+    PARENT,
+    EagerPlanner,
+    SharedMemoryStore,
+    eventually,
+    labels_of,
+    layout_of,
+    prompt,
+    result,
+)
+
+
+def as_remote(engine: RemoteEngine) -> Remote:
+    """For the type checker."""
+    return engine
+
+
+def test_what_was_written_comes_back_into_other_pages(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    labels = rig.store(prompt(1, 2, 3, 4, 5, 6, 7))
+    seq, pages = rig.found(prompt(1, 2, 3, 4, 5, 6, 7, 8))
+    assert pages == 7
+    assert np.array_equal(rig.engine.identities(seq), labels.identities)
+    into = [20, 21, 22, 9, 30, 14, 15]
+    window = rig.fetch(seq, into, labels)
+    assert result(rig.engine.arrivals, window) == 7
+    assert result(rig.engine.settled, window) == 0
+    assert rig.holds(into, labels)
+    rig.engine.end(seq)
+    assert rig.planner.plans[-1].ended == 7
+    assert rig.planner.running == 0
+    assert rig.planner.nbytes == 7 * rig.layout.page_bytes
+    stats = rig.engine.stats()
+    assert (stats.lookups, stats.pages_found, stats.pages_planned) == (1, 7, 7)
+    assert (stats.pages_written, stats.pages_fetched, stats.write_failures) == (7, 7, 0)
+
+
+def test_windows_one_after_the_other(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    labels = rig.store(prompt(*range(10)))
+    seq, pages = rig.found(prompt(*range(10)))
+    assert pages == 10
+    for start in (0, 4, 8):
+        part = labels[start : start + 4]
+        window = rig.fetch(seq, list(range(16, 16 + len(part))), part)
+        assert result(rig.engine.arrivals, window) == len(part)
+        assert rig.holds(range(16, 16 + len(part)), part)
+        assert rig.planner.plans[-1].ended == (10 if start == 8 else None)
+    rig.engine.end(seq)
+
+
+def test_a_lookup_finds_the_leading_run_of_whole_pages(rig_of: MakeRig) -> None:
+    store = SharedMemoryStore()
+    rig = rig_of(store)
+    tokens = prompt(*range(6))
+    rig.store(tokens)
+    gone = next(key for key in store._objects if key.identity == labels_of(tokens).identities[3].tobytes())
+    del store._objects[gone]
+    assert rig.found(tokens)[1] == 3
+    assert rig.found(prompt(9, 1, 2))[1] == 0
+    assert rig.found(tokens, epoch=1)[1] == 0
+    assert rig.found(tokens[:3])[1] == 0
+
+
+def test_a_long_prompt_is_looked_up_in_parts(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    tokens = prompt(*range(200))
+    whole = labels_of(tokens)
+    for start in range(0, 180, 20):
+        rig.compute(whole[start : start + 20], range(20))
+        result(rig.engine.written, rig.write(range(20), whole[start : start + 20]))
+    seq, pages = rig.found(tokens)
+    assert pages == 180
+    assert np.array_equal(rig.engine.identities(seq), whole.identities[:180])
+
+
+@pytest.mark.parametrize("skip", [1, 31, 32, 33, 100])
+def test_skipped_pages_are_hashed_and_not_looked_for(rig_of: MakeRig, skip: int) -> None:
+    store = SharedMemoryStore()
+    rig = rig_of(store)
+    tokens = prompt(*range(skip + 5))
+    labels = labels_of(tokens)[skip:]
+    rig.compute(labels, range(5))
+    result(rig.engine.written, rig.write(range(5), labels))
+    seq, pages = rig.found(np.concatenate([tokens, prompt(7)]), skip=skip)
+    assert pages == 5
+    assert np.array_equal(rig.engine.identities(seq), labels.identities)
+    # Two pages were computed meanwhile, so the first window begins later.
+    window = rig.fetch(seq, [8, 9, 10], labels[2:])
+    assert result(rig.engine.arrivals, window) == 3
+    assert rig.planner.plans[-1].ended == 5
+    assert rig.found(tokens[: skip * 4], skip=skip)[1] == 0
+
+
+def test_the_real_planner(rig_of: MakeRig) -> None:
+    """A store of unknown speed is measured first; then requests wait for it."""
+    layout = layout_of()
+    # A prefill of a second a page, so that any store is worth it.
+    speeds = Speeds(CostModel(token=1 / 4, depth=0.0), [STORE])
+    settings = PlanSettings(max_loss=5.0, max_lookup=5.0, credit=5.0, grace=5.0)
+    planner = Planner(speeds, layout.page_size, layout.page_bytes, settings)
+    rig = rig_of(SharedMemoryStore(), planner=planner)
+    labels = rig.store(prompt(*range(9)))
+    assert rig.found(prompt(*range(9)))[1] == 0
+    assert eventually(lambda: speeds.measured.stores[STORE].known)
+    assert eventually(lambda: planner.honesty().trials == 1)
+    seq, pages = rig.found(prompt(*range(9)))
+    assert pages == 9
+    for part in (slice(0, 4), slice(4, 9)):
+        window = rig.fetch(seq, range(20 + part.start, 20 + part.stop), labels[part])
+        assert result(rig.engine.arrivals, window) == part.stop - part.start
+    rig.engine.end(seq)
+    assert rig.holds(range(20, 29), labels)
+    honesty = planner.honesty()
+    assert (honesty.whole, honesty.abandoned, honesty.pages_arrived) == (1, 1, 9 + 3)
+
+
+def test_a_page_that_is_there_counts_as_written(rig_of: MakeRig) -> None:
+    store = SharedMemoryStore()
+    rig = rig_of(store)
+    rig.store(prompt(1, 2))
+    rig.store(prompt(1, 2, 3))
+    assert store.stats().stored == 3 * GROUPS + 0
+
+
+def test_a_page_without_its_header_is_not_written(rig_of: MakeRig) -> None:
+    """A backup that failed leaves such a page on the host."""
+    store = SharedMemoryStore()
+    rig = rig_of(store)
+    labels = labels_of(prompt(1, 2, 3))
+    rig.compute(labels, range(3))
+    rig.seal.void(rig.pool.buffer[1:2])
+    assert result(rig.engine.written, rig.write(range(3), labels)) == 2
+    assert rig.found(prompt(1, 2, 3))[1] == 1
+    assert rig.engine.stats().write_failures == 1
+
+
+def test_a_rank_that_does_not_write_says_so_at_once(rig_of: MakeRig) -> None:
+    store = SharedMemoryStore()
+    rig = rig_of(store, writes=[False])
+    seq = rig.write(range(3), labels_of(prompt(1, 2, 3)))
+    assert rig.engine.written.done() == seq
+    assert rig.engine.written.results(seq - 1, 1) == [3]
+    assert not store._objects
+
+
+def test_a_lookup_that_is_not_worth_it_is_answered_at_once(rig_of: MakeRig) -> None:
+    class Busy(EagerPlanner):
+        def plan_lookup(self, store: str, start: int, tokens: int, now: float):  # type: ignore[no-untyped-def]
+            asked = super().plan_lookup(store, start, tokens, now)
+            asked.ask = False
+            asked.deadline = now
+            return asked
+
+    rig = rig_of(SharedMemoryStore(), planner=Busy())
+    rig.store(prompt(1, 2))
+    seq = rig.lookup(prompt(1, 2))
+    assert rig.engine.lookups.results(seq - 1, 1) == [0]
+    rig.engine.end(seq)
+    assert rig.engine.stats().lookups_skipped == 1
+
+
+def test_a_fetch_that_only_measures_reads_scratch_pages(rig_of: MakeRig) -> None:
+    planner = EagerPlanner()
+    rig = rig_of(SharedMemoryStore(), planner=planner)
+    labels = rig.store(prompt(1, 2, 3, 4, 5))
+    before = rig.pool.buffer[: rig.pool.pages].clone()
+    planner.wait = False
+    seq, pages = rig.found(prompt(1, 2, 3, 4, 5))
+    assert pages == 0
+    assert eventually(lambda: planner.plans[-1].ended == 3)
+    assert planner.nbytes == 3 * rig.layout.page_bytes
+    assert (rig.pool.buffer[: rig.pool.pages] == before).all()
+    assert rig.holds([rig.pool.pages + 1, rig.pool.pages + 2, rig.pool.pages + 3], labels[:3])
+    rig.engine.end(seq)
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_any_integrity(rig_of: MakeRig, integrity: Integrity) -> None:
+    rig = rig_of(SharedMemoryStore(), integrity=integrity)
+    labels = rig.store(prompt(1, 2, 3))
+    seq, pages = rig.found(prompt(1, 2, 3))
+    assert pages == 3
+    assert result(rig.engine.arrivals, rig.fetch(seq, [10, 11, 12], labels)) == 3
+
+
+def test_cancel_and_end_leave_nothing(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    labels = rig.store(prompt(1, 2, 3))
+    seq, pages = rig.found(prompt(1, 2, 3))
+    rig.engine.cancel(seq)
+    window = rig.fetch(seq, [10, 11, 12], labels)
+    assert rig.engine.arrivals.results(window - 1, 1) == [0]
+    assert rig.engine.settled.results(window - 1, 1) == [0]
+    rig.engine.end(seq)
+    with pytest.raises(KeyError):
+        rig.engine.identities(seq)
+    assert [plan.ended for plan in rig.planner.plans] == [-1]
+    assert pages == 3
+
+
+def test_nothing_is_asked_before_the_epoch_is_learned(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore(), learn=False)
+    labels = labels_of(prompt(1))
+    rig.compute(labels, [0])
+    assert rig.engine.learned() is None
+    assert not rig.engine.healthy()
+    assert rig.engine.written.results(rig.write([0], labels) - 1, 1) == [0]
+    assert rig.engine.lookups.results(rig.lookup(prompt(1)) - 1, 1) == [0]
+    rig.engine.use(NAMESPACE, 0)
+    assert eventually(lambda: rig.engine.learned() == 0)
+    assert rig.engine.healthy()
+    rig.store(prompt(1))
+
+
+def test_close_is_quick_and_may_be_repeated(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    rig.store(prompt(1))
+    begin = time.monotonic()
+    rig.engine.close()
+    rig.engine.close()
+    assert time.monotonic() - begin < 10
+    # Later calls do no harm.
+    rig.engine.lookup(1, Query(PARENT, prompt(1), 0, 0, NAMESPACE, 0))
+    rig.engine.end(1)
+    rig.engine.write(2, np.array([0]), Labels(labels_of(prompt(1)).identities, NAMESPACE, 0))

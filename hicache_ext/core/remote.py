@@ -21,8 +21,8 @@ import numpy as np
 
 from hicache_ext.core.header import Labels
 
-UNDONE = 1 << 40
-"""Stands for the result of a job that has not ended, in a vector that is reduced by MIN."""
+UNDONE = -1
+"""Stands for the result of a job that has not ended: whatever the others say, MIN gives this."""
 
 
 class ResultQueue:
@@ -34,7 +34,7 @@ class ResultQueue:
         self._done = 0
 
     def post(self, seq: int, value: int = 0) -> None:
-        """Called once for each job; ``value`` is from 0 to below ``UNDONE``."""
+        """Called once for each job; ``value`` is from 0."""
         with self._lock:
             self._values[seq] = value
             while (self._done + 1) in self._values:
@@ -46,15 +46,12 @@ class ResultQueue:
             return self._done
 
     def results(self, after: int, count: int) -> list[int]:
-        """Of jobs ``after + 1 .. after + count``, ``UNDONE`` from the first that has not ended on. Results
-        up to ``after`` are forgotten."""
+        """Of jobs ``after + 1 .. after + count``, ``UNDONE`` for those that have not ended. Results up to
+        ``after`` are forgotten."""
         with self._lock:
             for seq in [s for s in self._values if s <= after]:
                 del self._values[seq]
-            stop = self._done + 1
-            return [
-                self._values[seq] if seq < stop else UNDONE for seq in range(after + 1, after + 1 + count)
-            ]
+            return [self._values.get(seq, UNDONE) for seq in range(after + 1, after + 1 + count)]
 
 
 @dataclass(frozen=True)

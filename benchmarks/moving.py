@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -193,6 +194,8 @@ def equal_texts(turns: Sequence[Turn]) -> tuple[int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    # The servers end with the blocks that hold them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     args.logs.mkdir(parents=True, exist_ok=True)
     turns: list[Turn] = []

@@ -378,9 +378,9 @@ class TieredCache:
             self.epoch = flushed(self.epoch) if epoch is None else epoch
         for child in list(self.tree.root.children.values()):
             self.tree.condemn(child, Doubt.STALE)
-        self._sweep()
         if self.remote is not None:
             self.remote.advance(self.epoch)
+        self._sweep()
 
     def drain(self) -> None:
         """Wait for every copy in flight; what they achieved is applied by the next tick."""
@@ -624,7 +624,7 @@ class TieredCache:
         self.stats.evicted_host += len(node)
         self._release_host(node)
         parent = node.parent
-        if self.remote is not None and node.store_queued and parent is not None and parent.host is READY:
+        if self.remote is not None and node.store_queued and parent is not None and parent.parent is not None:
             # It may have been cut from the end of a run whose rest still waits to be written.
             self.remote.offer(parent)
         if node.device is ABSENT:

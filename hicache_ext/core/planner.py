@@ -310,6 +310,17 @@ class Planner:
                 until += self._saved(self.speeds.measured, plan.start, plan._arrived)
             plan.deadline = min(plan.deadline, until)
 
+    def withdrawn(self, plan: FetchPlan, now: float) -> None:
+        """The fetch came to nothing, through no fault of the store: nobody asked it, or nobody waits."""
+        with self._lock:
+            if plan._ended or not plan.pages:
+                return
+            state = self._stores[plan.store]
+            plan._ended = True
+            state.queued -= (plan.pages - plan._arrived) * self.page_bytes
+            if not plan.wait:
+                state.trial = None
+
     def ended(self, plan: FetchPlan, pages: int, now: float) -> None:
         """The fetch is over with so many leading pages; counts once, so an abort may call it too."""
         with self._lock:

@@ -58,9 +58,9 @@ class ResultQueue:
 class Query:
     """The part of a queued prompt that no nearer tier has.
 
-    ``tokens`` is int64, whole pages, and belongs to the query; ``start`` tokens come before them, and
-    ``parent`` (16 bytes) is the identity of the page or root that they continue. The first ``skip`` pages are
-    here already and only carry the chain of identities on: they are hashed, not looked for, and do not count.
+    ``tokens`` is int64, whole pages, and belongs to the query; ``parent`` (16 bytes) is the identity of the
+    page or root that they continue. The first ``skip`` pages are here already and only carry the chain of
+    identities on: they are hashed, not looked for, and do not count. ``start`` tokens come before the others.
     """
 
     parent: bytes

@@ -22,7 +22,7 @@ from hicache_ext.core.remote import Query, ResultQueue
 from hicache_ext.remote.answers import Answer
 from hicache_ext.remote.context import REPLACE_S, Context
 from hicache_ext.remote.host_rows import leading
-from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner, withdraw
+from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner
 from hicache_ext.remote.trials import Trials
 from hicache_ext.stores.workers import Job, Workers
 
@@ -71,7 +71,7 @@ class Lookup:
         if pages or self.judged:
             planner.ended(plan, pages, time.monotonic())
         else:
-            withdraw(planner, plan, time.monotonic())
+            planner.withdrawn(plan, time.monotonic())
 
     def place(self, identities: np.ndarray) -> int:
         """How many of the pages found come before the first of a window."""
@@ -171,7 +171,7 @@ class Lookups:
         with lookup.lock:
             lookup.plan = plan
         if not lookup.answer.give(plan.pages):
-            withdraw(planner, plan, now)
+            planner.withdrawn(plan, now)
 
     def _find(self, lookup: Lookup, until: float, waits: bool) -> tuple[np.ndarray, bool]:
         """The identities of the leading pages that are there, and whether a store answered."""

@@ -16,7 +16,7 @@ from hicache_ext.core.header import Labels
 from hicache_ext.core.page import IDENTITY_BYTES
 from hicache_ext.remote.context import REPLACE_S, Context
 from hicache_ext.remote.host_rows import leading
-from hicache_ext.remote.planning import STORE, FetchPlan, withdraw
+from hicache_ext.remote.planning import STORE, FetchPlan
 from hicache_ext.stores.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Trials:
         """Fetch the pages of a plan, as far as there is room; ends the plan."""
         pages = self._pages[: len(labels)]
         if not len(pages) or not self._free.acquire(blocking=False):
-            withdraw(self._context.planner, plan, time.monotonic())
+            self._context.planner.withdrawn(plan, time.monotonic())
             return
         job = self._pool.submit(partial(self._run, plan, pages, labels[: len(pages)]))
 

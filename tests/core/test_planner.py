@@ -83,6 +83,20 @@ def test_a_plan_is_never_expected_later_than_recomputation(
         assert plan.wait and 1 <= plan.window <= plan.pages
 
 
+def test_a_fetch_that_is_withdrawn_says_nothing_of_the_store() -> None:
+    p = planner()
+    for _ in range(5):
+        plan = p.plan_fetch("store", 0, 50, 1.0)
+        assert plan.wait
+        p.withdrawn(plan, 1.01)
+        p.withdrawn(plan, 1.01)
+        p.ended(plan, 0, 1.02)
+    honesty = p.honesty("store")
+    assert (honesty.fetches, honesty.failed, honesty.abandoned, honesty.lost_seconds) == (0, 0, 0, 0.0)
+    assert p._stores["store"].queued == 0
+    assert p.plan_fetch("store", 0, 50, 1.03).wait, "it is not distrusted"
+
+
 @given(rates, latencies, starts, counts, waits, st.floats(0, 0.5), st.lists(st.integers(1, 50), max_size=8))
 def test_a_request_waits_at_most_its_allowance_longer_than_recomputation_takes(
     bandwidth: float,

@@ -18,6 +18,7 @@ from tests.server.remote import (
     share_of_bound,
     store_hits,
     stored,
+    story,
     think,
     tiny_remote,
     wait_up,
@@ -54,7 +55,8 @@ def warm(*servers: HostServer) -> None:
 def check(chats: Chats, alone: Chats, one: HostServer, two: HostServer) -> None:
     """``alone`` is the same on one server, under a salt that no page of the others has."""
     later = [turn for turn in chats.turns if turn.round > 0]
-    assert share_of_bound(later) >= ENOUGH, [(t.answer.cached_tokens, t.bound) for t in later]
+    shares = [(turn.answer.cached_tokens, turn.bound) for turn in later]
+    assert share_of_bound(later) >= ENOUGH, (shares, story(one), story(two))
     for server in (one, two):
         assert store_hits(server) > 0 and stored(server) > 0
     assert outputs(chats.turns) == outputs(alone.turns)

@@ -10,6 +10,7 @@ ROUNDS=4
 CONCURRENCY=2
 HOST_GB=2
 ONLY=
+REMOTE=
 SETUP=()
 
 usage() {
@@ -19,7 +20,7 @@ usage: scripts/demo.sh [options]
 Sets everything up (scripts/setup.sh), then serves a real chat model twice on this machine with a device pool that is
 too small for the load: once with plain SGLang, once with the extension. Both answer the same chats, whose histories
 together are about four times the pool. Prints the two side by side and writes JSON and a plot.
-On two cores about 5 minutes, and as long again for the first set-up.
+On two cores about 5 minutes, with --remote about 9, and as long as that again for the first set-up.
 
   --results DIR      where results and server logs go (default: demo-results)
   --pool N           device pool of each server, tokens (default: $POOL)
@@ -27,7 +28,8 @@ On two cores about 5 minutes, and as long again for the first set-up.
   --rounds N         questions in each chat (default: $ROUNDS)
   --concurrency N    chats that wait for an answer at a time (default: $CONCURRENCY)
   --host-gb N        host memory of the extension, GB (default: $HOST_GB)
-  --only NAME        run one server only, vanilla or hicache-ext; results of the other are kept
+  --remote           also show chats that move between two servers which share a store (Mooncake, started for it)
+  --only NAME        run one part only: vanilla, hicache-ext or remote; results of the others are kept
   --fresh            set up from scratch
   -h, --help         this text
 
@@ -41,13 +43,18 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) usage; exit 0 ;;
         --fresh) SETUP+=(--fresh); shift; continue ;;
+        --remote) REMOTE=yes; shift; continue ;;
         --results | --pool | --sessions | --rounds | --concurrency | --host-gb | --only)
             [ $# -ge 2 ] || die "$1 needs a value; see scripts/demo.sh --help" ;;
         *) echo "demo: unknown option $1; see scripts/demo.sh --help" >&2; exit 2 ;;
     esac
     case "$1" in
         --results) RESULTS="$2" ;;
-        --only) case "$2" in vanilla | hicache-ext) ONLY="$2" ;; *) die "--only takes vanilla or hicache-ext" ;; esac ;;
+        --only) case "$2" in
+            vanilla | hicache-ext) ONLY="$2" ;;
+            remote) ONLY="$2"; REMOTE=yes ;;
+            *) die "--only takes vanilla, hicache-ext or remote" ;;
+        esac ;;
         --host-gb) [[ "$2" =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "--host-gb takes a number"; HOST_GB="$2" ;;
         *)
             [[ "$2" =~ ^[1-9][0-9]*$ ]] || die "$1 takes a whole number above 0"
@@ -138,17 +145,29 @@ run() {
     echo "$name: done after $((SECONDS - start)) s"
 }
 
-echo "$SESSIONS chats of $ROUNDS questions, $CONCURRENCY at a time, on a device pool of $POOL tokens"
-[ "$ONLY" = hicache-ext ] || run vanilla
-[ "$ONLY" = vanilla ] || run hicache-ext --enable-hicache-ext --hicache-ext-host-gb "$HOST_GB"
+# Chats between two servers, without and with a store.
+run_remote() {
+    setsid python -m benchmarks.moving --model "$MODEL" --logs "$RESULTS" --output "$RESULTS/moving.json.part" &
+    server=$!
+    wait "$server" || die "the chats between two servers failed; logs are in $RESULTS"
+    server=
+    mv "$RESULTS/moving.json.part" "$RESULTS/moving.json"
+}
+
+if [ "$ONLY" != remote ]; then
+    echo "$SESSIONS chats of $ROUNDS questions, $CONCURRENCY at a time, on a device pool of $POOL tokens"
+    [ "$ONLY" = hicache-ext ] || run vanilla
+    [ "$ONLY" = vanilla ] || run hicache-ext --enable-hicache-ext --hicache-ext-host-gb "$HOST_GB"
+fi
+[ -z "$REMOTE" ] || run_remote
 
 echo
-if [ -f "$RESULTS/vanilla.json" ] && [ -f "$RESULTS/hicache-ext.json" ]; then
+if [ "$ONLY" != remote ] && [ -f "$RESULTS/vanilla.json" ] && [ -f "$RESULTS/hicache-ext.json" ]; then
     python -m benchmarks.multiturn --compare "$RESULTS/vanilla.json" "$RESULTS/hicache-ext.json" \
         --plot "$RESULTS/comparison.png"
     echo "plot: $RESULTS/comparison.png"
 fi
-for name in vanilla hicache-ext; do
+for name in vanilla hicache-ext moving; do
     [ ! -f "$RESULTS/$name.json" ] || echo "results: $RESULTS/$name.json"
 done
 echo "demo done in $SECONDS s"

@@ -28,6 +28,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hicache_ext.core.epochs import flushed
 from hicache_ext.core.header import NAMESPACE_BYTES, Labels
 from hicache_ext.core.host_pages import HostPages
 from hicache_ext.core.page import PrefixScope
@@ -367,19 +368,19 @@ class TieredCache:
         """The weights change, or someone has flushed: nothing computed before is found in any tier.
 
         Requests that hold such pages keep them until they let go. A copy in flight may end; its pages are
-        dropped then. Without arguments the namespace stays and its epoch goes up by one.
+        dropped then. Without arguments the namespace stays, and its epoch is a local one.
         """
         self.era += 1
         if namespace is not None and namespace != self.tree.namespace:
             self.tree.namespace = namespace
             self.epoch = 0 if epoch is None else epoch
         else:
-            self.epoch = self.epoch + 1 if epoch is None else epoch
+            self.epoch = flushed(self.epoch) if epoch is None else epoch
         for child in list(self.tree.root.children.values()):
             self.tree.condemn(child, Doubt.STALE)
-        self._sweep()
         if self.remote is not None:
             self.remote.advance(self.epoch)
+        self._sweep()
 
     def drain(self) -> None:
         """Wait for every copy in flight; what they achieved is applied by the next tick."""
@@ -389,7 +390,7 @@ class TieredCache:
     def reset(self, *, flush: bool = False) -> None:
         """Forget everything. Waits for copies in flight; frees no device slot: the engine clears its pool.
 
-        With ``flush``, what stores hold is forgotten too, by all who share them: the epoch goes up by one.
+        With ``flush``, what stores hold is forgotten too, by all who share them; see ``core.epochs``.
         """
         self._queued_loads.clear()
         self.transfers.drain()
@@ -398,7 +399,8 @@ class TieredCache:
                 queue.post(seq)
             self._applied[kind] = self.tickets.last_seq(kind)
         self.era += 1
-        self.epoch += flush
+        if flush:
+            self.epoch = flushed(self.epoch)
         busy = NOTHING if self.remote is None else self.remote.reset(self.epoch)
         self.tickets.disown()
         self.tree.clear()
@@ -621,6 +623,10 @@ class TieredCache:
     def _drop_host(self, node: Node) -> None:
         self.stats.evicted_host += len(node)
         self._release_host(node)
+        parent = node.parent
+        if self.remote is not None and node.store_queued and parent is not None and parent.parent is not None:
+            # It may have been cut from the end of a run whose rest still waits to be written.
+            self.remote.offer(parent)
         if node.device is ABSENT:
             self.tree.prune(node)
 

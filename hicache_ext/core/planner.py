@@ -105,6 +105,7 @@ class LookupPlan:
     """Until when a request may be held back for the answer; not after ``started`` if it may not."""
     started: float
     ahead: float
+    allowance: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -180,8 +181,9 @@ class Planner:
     ) -> LookupPlan:
         """Whether to ask the store for a request with ``tokens`` to compute behind ``start`` others.
 
-        ``ahead``: seconds that the request waits for others anyway. Whoever is not ready when its turn comes
-        may have to wait for another's whole prefill, so these seconds are not added to what it may lose.
+        ``ahead``: seconds that the request is expected to wait for others anyway (``turn_came`` corrects it).
+        Whoever is not ready when its turn comes may have to wait for another's whole prefill, so these
+        seconds are not added to what it may lose.
         """
         pages = tokens // self.page_tokens
         with self._lock:
@@ -194,7 +196,7 @@ class Planner:
                 return LookupPlan(store, bool(pages) and self._trial_due(store, now), now, now, ahead)
             late = self.settings.slack * rate.latency + self.settings.grace
             allowance = min(self._allowance(state, at_stake, lookup=True), late)
-            return LookupPlan(store, True, now + max(ahead, allowance), now, ahead)
+            return LookupPlan(store, True, now + max(ahead, allowance), now, ahead, allowance)
 
     def looked_up(self, plan: LookupPlan, pages: int, now: float, *, answered: bool = True) -> None:
         """The store has so many of the leading pages; ``answered`` is False if it did not say.
@@ -292,6 +294,32 @@ class Planner:
             if plan.wait and not plan._ended:
                 others = state.queued - (plan.pages - plan._arrived) * self.page_bytes
                 plan.deadline = max(plan.deadline, self._deadline(plan, self.speeds.measured, now, others))
+
+    def turn_came(self, plan: LookupPlan | FetchPlan, now: float) -> None:
+        """The request could be admitted now if it did not wait: no more of its wait is for others.
+
+        Call it in every step in which that is so, before looking at ``deadline``. Only the first counts.
+        """
+        with self._lock:
+            began = plan.started if isinstance(plan, LookupPlan) else plan.since
+            if now - began >= plan.ahead:
+                return
+            plan.ahead = now - began
+            until = began + max(plan.ahead, plan.allowance)
+            if isinstance(plan, FetchPlan):
+                until += self._saved(self.speeds.measured, plan.start, plan._arrived)
+            plan.deadline = min(plan.deadline, until)
+
+    def withdrawn(self, plan: FetchPlan, now: float) -> None:
+        """The fetch came to nothing, through no fault of the store: nobody asked it, or nobody waits."""
+        with self._lock:
+            if plan._ended or not plan.pages:
+                return
+            state = self._stores[plan.store]
+            plan._ended = True
+            state.queued -= (plan.pages - plan._arrived) * self.page_bytes
+            if not plan.wait:
+                state.trial = None
 
     def ended(self, plan: FetchPlan, pages: int, now: float) -> None:
         """The fetch is over with so many leading pages; counts once, so an abort may call it too."""

@@ -2,7 +2,7 @@
 
     lookup -> fetch (one window after the other) -> end        for a queued request
     write                                                       for pages that have reached the host
-    use, mark, learned                                          the epoch that all who share a store agree on
+    use, learned                                                the epoch that all who share a store agree on
 
 The calls return at once; the work is done by threads that post to the queues below, for every job exactly
 once and whatever happens. A job that meets a miss, an outage or its deadline posts what it has by then.
@@ -21,8 +21,8 @@ import numpy as np
 
 from hicache_ext.core.header import Labels
 
-UNDONE = 1 << 40
-"""Stands for the result of a job that has not ended, in a vector that is reduced by MIN."""
+UNDONE = -1
+"""Stands for the result of a job that has not ended: whatever the others say, MIN gives this."""
 
 
 class ResultQueue:
@@ -34,7 +34,7 @@ class ResultQueue:
         self._done = 0
 
     def post(self, seq: int, value: int = 0) -> None:
-        """Called once for each job; ``value`` is from 0 to below ``UNDONE``."""
+        """Called once for each job; ``value`` is from 0."""
         with self._lock:
             self._values[seq] = value
             while (self._done + 1) in self._values:
@@ -46,24 +46,21 @@ class ResultQueue:
             return self._done
 
     def results(self, after: int, count: int) -> list[int]:
-        """Of jobs ``after + 1 .. after + count``, ``UNDONE`` from the first that has not ended on. Results
-        up to ``after`` are forgotten."""
+        """Of jobs ``after + 1 .. after + count``, ``UNDONE`` for those that have not ended. Results up to
+        ``after`` are forgotten."""
         with self._lock:
             for seq in [s for s in self._values if s <= after]:
                 del self._values[seq]
-            stop = self._done + 1
-            return [
-                self._values[seq] if seq < stop else UNDONE for seq in range(after + 1, after + 1 + count)
-            ]
+            return [self._values.get(seq, UNDONE) for seq in range(after + 1, after + 1 + count)]
 
 
 @dataclass(frozen=True)
 class Query:
     """The part of a queued prompt that no nearer tier has.
 
-    ``tokens`` is int64, whole pages, and belongs to the query; ``start`` tokens come before them, and
-    ``parent`` (16 bytes) is the identity of the page or root that they continue. The first ``skip`` pages are
-    here already and only carry the chain of identities on: they are hashed, not looked for, and do not count.
+    ``tokens`` is int64, whole pages, and belongs to the query; ``parent`` (16 bytes) is the identity of the
+    page or root that they continue. The first ``skip`` pages are here already and only carry the chain of
+    identities on: they are hashed, not looked for, and do not count. ``start`` tokens come before the others.
     """
 
     parent: bytes
@@ -113,15 +110,12 @@ class Remote(Protocol):
         ...
 
     def use(self, namespace: bytes, epoch: int) -> None:
-        """The version of this server's pages from now on; ``learned`` is unknown until it was looked up."""
-        ...
-
-    def mark(self, namespace: bytes, epoch: int) -> None:
-        """A flush has advanced the namespace to ``epoch``: tell all who share the store."""
+        """The version of this server's pages from now on; ``learned`` is unknown until it was looked up. At a
+        local epoch, which follows a flush, a shared one is claimed and marked first; see ``core.epochs``."""
         ...
 
     def learned(self) -> int | None:
-        """The highest epoch of the namespace in use that is known to any server; None until looked up."""
+        """The highest shared epoch of the namespace in use that is known; None until then."""
         ...
 
     def healthy(self) -> bool:

@@ -26,14 +26,15 @@ from hicache_ext.core.residency import Doubt, Residency, Tier
 from hicache_ext.core.tickets import Kind, TicketBook
 from hicache_ext.core.tree import Match, Node, TieredRadixTree
 
-LANES = 8
-"""Results of each kind that are agreed on in one step."""
+LANES = 16
+"""Jobs of each kind that are agreed on in one step, from the first on whose result is not applied: a slow one
+does not hold up those behind it."""
 
 _DEAD_SLACK = 1024
 """Nodes that are gone may stay in the queue up to this many more than there are in the tree."""
 
-_STATE = 7
-VECTOR = _STATE + 3 * LANES
+_STATE = 3
+VECTOR = _STATE + 4 * LANES
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,28 @@ class Window:
     pages: np.ndarray
 
 
+class Applied:
+    """Which jobs' results have been applied: all up to ``upto``, and some after it."""
+
+    def __init__(self) -> None:
+        self.upto = 0
+        self._early: set[int] = set()
+
+    def due(
+        self, agreed: list[int], ready: Callable[[int], bool] = lambda seq: True
+    ) -> Iterator[tuple[int, int]]:
+        """(job, result) of those that all ranks have, of the jobs after ``upto`` when it is called, as far as
+        they are ``ready``. Each counts as applied when it is handed out."""
+        for seq, value in enumerate(agreed, self.upto + 1):
+            if value == UNDONE or seq in self._early or not ready(seq):
+                continue
+            self._early.add(seq)
+            yield seq, value
+        while self.upto + 1 in self._early:
+            self.upto += 1
+            self._early.discard(self.upto)
+
+
 class RemoteTier:
     def __init__(
         self,
@@ -129,7 +152,8 @@ class RemoteTier:
         self._copy_down = copy_down
         self._healthy = False
         self._lookup_seq = self._window_seq = 0
-        self._applied = {"lookups": 0, "arrivals": 0, "settled": 0, "written": 0}
+        self._lookups_applied, self._arrivals_applied = Applied(), Applied()
+        self._settled_applied, self._written_applied = Applied(), Applied()
         self._lookups: dict[int, Fetch] = {}
         self._fetches: dict[str, Fetch] = {}
         self._heads: dict[tuple[int, bytes], Fetch] = {}
@@ -202,45 +226,37 @@ class RemoteTier:
 
     def vector(self) -> np.ndarray:
         """This rank's state as int64 ``[VECTOR]``, to be reduced by MIN."""
-        remote, applied = self.remote, self._applied
+        remote = self.remote
         learned = remote.learned()
-        # Only to forget them: their values say nothing.
-        remote.settled.results(applied["settled"], 0)
         return np.array(
             [
-                remote.lookups.done(),
-                remote.arrivals.done(),
-                remote.settled.done(),
-                remote.written.done(),
                 remote.healthy(),
                 learned is not None,
                 # The highest epoch counts, and MIN is what there is.
                 -(learned or 0),
-                *remote.lookups.results(applied["lookups"], LANES),
-                *remote.arrivals.results(applied["arrivals"], LANES),
-                *remote.written.results(applied["written"], LANES),
+                *remote.lookups.results(self._lookups_applied.upto, LANES),
+                *remote.arrivals.results(self._arrivals_applied.upto, LANES),
+                *remote.settled.results(self._settled_applied.upto, LANES),
+                *remote.written.results(self._written_applied.upto, LANES),
             ],
             dtype=np.int64,
         )
 
     def apply(self, agreed: np.ndarray) -> int:
-        """Apply what all ranks have; returns the highest epoch that any has learned of."""
-        lookups, arrivals, settled, written, healthy, known, epoch = agreed[:_STATE].tolist()
-        found, arrived, stored = agreed[_STATE:].reshape(3, LANES).tolist()
+        """Apply what all ranks have; returns the highest epoch of any, 0 if one knows none."""
+        healthy, known, epoch = agreed[:_STATE].tolist()
+        found, arrived, settled, written = agreed[_STATE:].reshape(4, LANES).tolist()
         self._healthy = bool(healthy)
-        self.usable = bool(healthy and known)
-        for seq, value in self._due("arrivals", arrivals, arrived):
+        self.usable = bool(healthy and known) and -epoch == self.epoch
+        for seq, value in self._arrivals_applied.due(arrived):
             self._apply_arrival(seq, value)
-        for seq in range(self._applied["settled"] + 1, settled + 1):
-            if seq > self._applied["arrivals"]:
-                break
+        for seq, _ in self._settled_applied.due(settled, lambda seq: seq in self._unsettled):
             self._host_pages.release(self._unsettled.pop(seq))
-            self._applied["settled"] = seq
-        for seq, value in self._due("written", written, stored):
+        for seq, value in self._written_applied.due(written):
             self._apply_write(seq, value)
-        for seq, value in self._due("lookups", lookups, found):
+        for seq, value in self._lookups_applied.due(found):
             self._apply_lookup(self._lookups[seq], value)
-        return -epoch
+        return -epoch if known else 0
 
     def advance(self, epoch: int) -> None:
         """Other weights, or another epoch, from now on: what is on its way is of no use."""
@@ -248,6 +264,7 @@ class RemoteTier:
         self.usable = False
         for fetch in list(self._lookups.values()):
             self._abandon(fetch)
+        self._arrived.clear()
         self.remote.use(self._tree.namespace, epoch)
 
     def reset(self, epoch: int) -> np.ndarray:
@@ -256,14 +273,11 @@ class RemoteTier:
             self._disowned[seq] = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
         self._queue.clear()
         for fetch in list(self._lookups.values()):
-            # Its lock goes with the tree.
-            fetch.anchor = None
             self._abandon(fetch)
         self._arrived.clear()
         if epoch != self.epoch:
             self.epoch = epoch
             self.usable = False
-            self.remote.mark(self._tree.namespace, epoch)
             self.remote.use(self._tree.namespace, epoch)
         return np.concatenate([*self.outside(), np.empty(0, np.int64)])
 
@@ -323,14 +337,6 @@ class RemoteTier:
             parent = above.identities[-1]
         skip = (start - hashed) // self._tree.page_size
         return Query(parent, tokens[hashed:], start, skip, self._tree.namespace, self.epoch)
-
-    def _due(self, name: str, done: int, values: list[int]) -> Iterator[tuple[int, int]]:
-        """The next results that every rank has; each counts as applied when it is handed out."""
-        first = self._applied[name] + 1
-        for seq, value in zip(range(first, min(done, first + LANES - 1) + 1), values, strict=False):
-            assert value < UNDONE, (name, seq)
-            self._applied[name] = seq
-            yield seq, value
 
     def _apply_lookup(self, fetch: Fetch, pages: int) -> None:
         tree, size = self._tree, self._tree.page_size

@@ -129,6 +129,8 @@ class HicacheExtCache(BasePrefixCache):
         if not req.retracted_stain:
             loaded = min(req.host_loaded_length, req.prefix_len)
             fetched = min(fetched, loaded)
+            # SGLang reports it to the client as read from storage.
+            req.storage_hit_length = fetched
             self.cache.stats.hit_store += fetched
             self.cache.stats.hit_host += loaded - fetched
             self.cache.stats.hit_device += req.prefix_len - loaded

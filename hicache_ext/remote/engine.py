@@ -147,9 +147,6 @@ class RemoteEngine:
     def use(self, namespace: bytes, epoch: int) -> None:
         self._epochs.use(namespace, epoch)
 
-    def mark(self, namespace: bytes, epoch: int) -> None:
-        self._epochs.mark(namespace, epoch)
-
     def learned(self) -> int | None:
         return self._epochs.learned()
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache_ext.core.epochs import is_local
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import IDENTITY_BYTES, page_identities
 from hicache_ext.core.remote import Query, ResultQueue
 from hicache_ext.remote.answers import Answer
 from hicache_ext.remote.context import REPLACE_S, Context
 from hicache_ext.remote.host_rows import leading
-from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner, withdraw
+from hicache_ext.remote.planning import STORE, FetchPlan, LookupPlan, Planner
 from hicache_ext.remote.trials import Trials
 from hicache_ext.stores.workers import Job, Workers
 
@@ -70,7 +71,7 @@ class Lookup:
         if pages or self.judged:
             planner.ended(plan, pages, time.monotonic())
         else:
-            withdraw(planner, plan, time.monotonic())
+            planner.withdrawn(plan, time.monotonic())
 
     def place(self, identities: np.ndarray) -> int:
         """How many of the pages found come before the first of a window."""
@@ -102,8 +103,8 @@ class Lookups:
         lookup = self._known[seq] = Lookup(query, Answer(self._queue, seq))
         now = time.monotonic()
         asked = None
-        if len(query.tokens) > query.skip * self._page_size and context.ready():
-            tokens = len(query.tokens) - query.skip * self._page_size
+        tokens = len(query.tokens) - query.skip * self._page_size
+        if tokens > 0 and not is_local(query.epoch) and context.ready():
             asked = context.planner.plan_lookup(STORE, query.start, tokens, now)
         waits = asked is not None and asked.deadline > asked.started
         context.stats.count(lookups=1, lookups_skipped=not waits)
@@ -170,7 +171,7 @@ class Lookups:
         with lookup.lock:
             lookup.plan = plan
         if not lookup.answer.give(plan.pages):
-            withdraw(planner, plan, now)
+            planner.withdrawn(plan, now)
 
     def _find(self, lookup: Lookup, until: float, waits: bool) -> tuple[np.ndarray, bool]:
         """The identities of the leading pages that are there, and whether a store answered."""

@@ -52,11 +52,4 @@ class Planner(Protocol):
 
     def ended(self, plan: Any, pages: int, now: float) -> None: ...
 
-
-def withdraw(planner: Planner, plan: FetchPlan, now: float) -> None:
-    """End a plan that came to nothing through no fault of the store: nobody asked it, or nobody waits."""
-    withdrawn = getattr(planner, "withdrawn", None)
-    if withdrawn is None:
-        planner.ended(plan, 0, now)
-    else:
-        withdrawn(plan, now)
+    def withdrawn(self, plan: Any, now: float) -> None: ...

@@ -22,6 +22,7 @@ from hicache_ext.stores.workers import Workers
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
+_PROBE_PAGES = 32
 
 
 class Trials:
@@ -36,7 +37,7 @@ class Trials:
         """Fetch the pages of a plan, as far as there is room; ends the plan."""
         pages = self._pages[: len(labels)]
         if not len(pages) or not self._free.acquire(blocking=False):
-            self._context.planner.ended(plan, 0, time.monotonic())
+            self._context.planner.withdrawn(plan, time.monotonic())
             return
         job = self._pool.submit(partial(self._run, plan, pages, labels[: len(pages)]))
 
@@ -56,7 +57,7 @@ class Trials:
         self._pool.close(timeout)
 
     def _probe(self, namespace: bytes, epoch: int) -> None:
-        context, pages = self._context, self._pages
+        context, pages = self._context, self._pages[:_PROBE_PAGES]
         rows = context.rows.rows(pages)
         name = b"probe".ljust(IDENTITY_BYTES - 2, b"\0")
         names = [name + number.to_bytes(2, "little") for number in range(len(pages))]

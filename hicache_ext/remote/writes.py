@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from hicache_ext.core.epochs import is_local
 from hicache_ext.core.header import Labels
 from hicache_ext.core.remote import ResultQueue
 from hicache_ext.remote.answers import Answer
@@ -60,7 +61,7 @@ class Writes:
             # Another rank stores the same objects.
             write.answer.give(len(pages))
             return
-        if not self._context.ready():
+        if is_local(labels.epoch) or not self._context.ready():
             self._context.stats.count(write_failures=len(pages))
             write.answer.give(0)
             return

@@ -110,9 +110,10 @@ class Several:
     def _call(
         self, share: Share, ask: Ask, keys: Sequence[Key], rows: Rows | None, deadline: float
     ) -> Outcome:
-        chosen = [int(rows[p]) for p in share.positions] if rows is not None else []
+        positions = share.positions.tolist()
+        chosen = [int(rows[p]) for p in positions] if rows is not None else []
         try:
-            outcome = ask(self.stores[share.store], [keys[p] for p in share.positions], chosen, deadline)
+            outcome = ask(self.stores[share.store], [keys[p] for p in positions], chosen, deadline)
         except Exception:
             logger.exception("hicache-ext: a store of the %s failed; treated as a miss", self._name)
             outcome = nothing(len(share.positions), down=True)

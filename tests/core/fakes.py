@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.epochs import claim, is_local
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope, page_identities
 from hicache_ext.core.policy.lru import TierAwareLru
@@ -231,6 +232,8 @@ class FakeRemote:
         self.version, self.known = (namespace, epoch), None
 
     def mark(self, namespace: bytes, epoch: int) -> None:
+        """Another server has flushed."""
+        assert not is_local(epoch)
         self.shared.epochs[namespace] = max(epoch, self.shared.epochs.get(namespace, 0))
 
     def learned(self) -> int | None:
@@ -243,8 +246,12 @@ class FakeRemote:
         pass
 
     def learn(self) -> None:
-        if self.up and self.version is not None:
-            self.known = max(self.version[1], self.shared.epochs.get(self.version[0], 0))
+        if not self.up or self.version is None:
+            return
+        namespace, epoch = self.version
+        if is_local(epoch) and self.known is None:
+            self.mark(namespace, claim(epoch, self.shared.epochs.get(namespace, 0)))
+        self.known = max(epoch, self.shared.epochs.get(namespace, 0))
 
     def run_lookup(self, index: int = 0) -> None:
         seq, query = self.lookup_jobs.pop(index)

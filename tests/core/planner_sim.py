@@ -53,8 +53,10 @@ def prompts(
 class Simulation:
     """Fetches go through the store one call after the other; of those ready, who came first is computed."""
 
-    def __init__(self, world: World, planner: Planner | None) -> None:
+    def __init__(self, world: World, planner: Planner | None, ahead_error: float = 1.0) -> None:
+        """``ahead_error``: by what factor the wait for others is thought to be longer than it is."""
         self.world = world
+        self.ahead_error = ahead_error
         self.planner = planner
         self.now = 0.0
         self.ttft: dict[Prompt, float] = {}
@@ -62,6 +64,8 @@ class Simulation:
         """Seconds from arrival to readiness."""
         self.reused: dict[Prompt, int] = {}
         self.plans: list[FetchPlan] = []
+        self._held: dict[Prompt, LookupPlan | FetchPlan] = {}
+        """Not ready, and what they wait for."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._gpu_free = 0.0
@@ -91,19 +95,18 @@ class Simulation:
             return self._ready(prompt, 0)
         ahead = max(self._gpu_free - self.now, 0.0) + sum(self._pending.values())
         self._pending[prompt] = self.world.costs.recompute(0, prompt.tokens)
+        ahead *= self.ahead_error
         plan = self.planner.plan_lookup("store", 0, prompt.tokens, self.now, ahead=ahead)
         if plan.ask:
             end = self._call(0)
             late = end - self.now > self.world.call_timeout
             end = min(end, self.now + self.world.call_timeout)
             self._at(end, lambda: self._looked_up(prompt, plan, answered=not late))
-        held = plan.ask and plan.deadline > self.now
-        self._at(plan.deadline if held else self.now, lambda: self._give_up(prompt))
-        return None
-
-    def _give_up(self, prompt: Prompt) -> None:
-        if prompt not in self.waited and prompt not in self.reused:
-            self._ready(prompt, 0)
+        if not plan.ask:
+            return self._ready(prompt, 0)
+        self._held[prompt] = plan
+        self._watch(prompt, plan)
+        return self._begin()
 
     def _looked_up(self, prompt: Prompt, lookup: LookupPlan, answered: bool) -> None:
         assert self.planner is not None
@@ -120,19 +123,19 @@ class Simulation:
         self.plans.append(plan)
         wait = plan.wait and not ready
         if wait:
-            self.reused[prompt] = 0
+            self._held[prompt] = plan
             self._watch(prompt, plan)
         elif not ready:
             self._ready(prompt, 0)
         if plan.pages:
             self._window(prompt, plan, 0, wait)
 
-    def _watch(self, prompt: Prompt, plan: FetchPlan) -> None:
+    def _watch(self, prompt: Prompt, plan: LookupPlan | FetchPlan) -> None:
         """The scheduler admits the request when its deadline, as it is then, has passed."""
-        if prompt in self.waited:
+        if self._held.get(prompt) is not plan:
             return
         if self.now >= plan.deadline:
-            self._ready(prompt, self.reused[prompt])
+            self._ready(prompt, self.reused.get(prompt, 0))
         else:
             self._at(plan.deadline, lambda: self._watch(prompt, plan))
 
@@ -178,6 +181,7 @@ class Simulation:
 
     def _ready(self, prompt: Prompt, pages: int) -> None:
         world = self.world
+        self._held.pop(prompt, None)
         self.waited[prompt] = self.now - prompt.arrival
         self.reused[prompt] = pages
         tokens = pages * world.page_tokens
@@ -186,7 +190,18 @@ class Simulation:
         self._begin()
 
     def _begin(self) -> None:
-        if self.now < self._gpu_free or not self._queue:
+        if self.now < self._gpu_free:
+            return
+        first = self._queue[0][0] if self._queue else math.inf
+        for held, plan in list(self._held.items()):
+            if held.arrival < first and self.planner is not None:
+                before = plan.deadline
+                self.planner.turn_came(plan, self.now)
+                if plan.deadline < before:
+                    self._watch(held, plan)
+                    if self.now < self._gpu_free:
+                        return
+        if not self._queue:
             return
         _, prompt = heapq.heappop(self._queue)
         world = self.world

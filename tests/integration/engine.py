@@ -85,7 +85,7 @@ class Engine:
                 register_hicache_layer_transfer_counter=self.counters.append,
             ),
         )
-        with get_parallel().override(attn_tp_size=1, attn_tp_rank=0):
+        with get_parallel().override(attn_tp_size=1, attn_tp_rank=0, dp_rank=None, num_dp_ranks=1):
             self.cache: HicacheExtCache = build.build_cache(context)
         self._next_rid = 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache_ext.core.header import Integrity
 from hicache_ext.remote.engine import RemoteEngine, scratch_pages
-from hicache_ext.remote.open import Wrap, open_remote
+from hicache_ext.remote.open import open_remote
 from hicache_ext.stores.base import Store, StoreError
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.seal import Seal
@@ -22,11 +23,9 @@ from tests.stores.mooncake_service import Master, free_port
 Make = Callable[[HostPagePool, Seal, EagerPlanner], RemoteEngine]
 
 
-def opening(*urls: str, wrap: Wrap | None = None, replica: int = 0, replicas: int = 1) -> Make:
+def opening(*urls: str, **options: Any) -> Make:
     def make(pool: HostPagePool, seal: Seal, planner: EagerPlanner) -> RemoteEngine:
-        return open_remote(
-            urls, pool.layout, pool, seal, planner, replica=replica, replicas=replicas, wrap=wrap
-        )
+        return open_remote(urls, pool.layout, pool, seal, planner, **options)
 
     return make
 
@@ -65,8 +64,8 @@ def test_a_restart_finds_what_the_disk_holds(rig_of: MakeRig, tmp_path: Path) ->
     disk = f"file://{tmp_path / 'a'}?size_gb=0.001"
     first = rig_of(make=opening(disk))
     first.store(prompt(1, 2, 3))
-    first.engine.mark(b"\x01" * 32, 6)
-    assert eventually(lambda: not first.engine._epochs._due)
+    first.engine.use(b"\x01" * 32, 5)
+    assert eventually(lambda: first.engine.learned() == 6)
     first.close()
     rig = rig_of(make=opening(disk))
     assert rig.found(prompt(1, 2, 3))[1] == 3
@@ -105,7 +104,7 @@ class TestMooncake:
 
     def test_two_servers_share_pages_and_epochs(self, rig_of: MakeRig, mooncake_master: Master) -> None:
         url = mooncake_master.url + "&segment_gb=0.064"
-        one, two = rig_of(make=opening(url)), rig_of(make=opening(url, replica=1, replicas=2))
+        one, two = rig_of(make=opening(url)), rig_of(make=opening(url, replica=1, replicas=2, writes=False))
         labels = one.store(prompt(1, 2, 3))
         assert result(two.engine.written, two.write([0, 1, 2], labels)) == 3
         seq, pages = two.found(prompt(1, 2, 3))
@@ -113,8 +112,8 @@ class TestMooncake:
         assert result(two.engine.arrivals, two.fetch(seq, [9, 10, 11], labels)) == 3
         assert two.holds([9, 10, 11], labels)
         two.engine.end(seq)
-        one.engine.mark(labels.namespace, 1)
-        assert eventually(lambda: two.engine.learned() == 1)
+        one.engine.use(labels.namespace, 1)
+        assert eventually(lambda: two.engine.learned() == 2)
 
     def test_kind_backend_down_killed_frozen_and_back(self, rig_of: MakeRig, tmp_path: Path) -> None:
         """Kind 12 with a real master: requests recompute meanwhile, and it comes back by itself."""

@@ -1,0 +1,149 @@
+"""The remote tier behind SGLang's interface: a disk store, SGLang's own requests, pools and allocators."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+with warnings.catch_warnings():
+    # Some of what SGLang imports warns about itself.
+    warnings.simplefilter("ignore")
+    from sglang.srt.managers import io_struct
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.integration import build
+from tests.integration.engine import Engine, prompt
+
+pytestmark = pytest.mark.timeout(60)
+
+Make = Callable[[], Engine]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Servers of a slow model, one after the other on the same store."""
+    monkeypatch.setattr(build, "prefill_costs", lambda context: CostModel(token=0.1, depth=0.0))
+    started: list[Engine] = []
+
+    def start() -> Engine:
+        for engine in started:
+            engine.close()
+        engine = Engine(4, remote=(f"file://{tmp_path}/store?size_gb=0.01",))
+        started.append(engine)
+        wait(engine, lambda: engine.cache.cache.remote is not None and engine.cache.cache.remote.usable)
+        # The store was measured.
+        wait(engine, lambda: stores(engine).planner.speeds.measured.stores["remote"].known)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def stores(engine: Engine) -> build.Stores:
+    assert engine.cache.stores is not None
+    return engine.cache.stores
+
+
+def wait(engine: Engine, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it does not come to pass"
+        engine.step()
+        time.sleep(0.002)
+
+
+def stored(engine: Engine) -> int:
+    tier = engine.cache.cache.remote
+    assert tier is not None
+    return tier.stats.stored
+
+
+def test_kind_written_but_never_read_back_a_prompt_survives_a_restart(server: Make) -> None:
+    first = server()
+    first.serve(prompt(40))
+    wait(first, lambda: stored(first) == 40)
+    second = server()
+    req = second.request(prompt(43))
+    assert not second.cache.fetch_ended(req), "it waits for its pages"
+    wait(second, lambda: second.cache.fetch_ended(req))
+    second.forward(req, second.admit(req))
+    assert (req.prefix_len, req.storage_hit_length) == (40, 40)
+    stats = second.cache.cache.stats
+    assert (stats.hit_device, stats.hit_host, stats.hit_store) == (0, 0, 40)
+    second.release(req)
+    again = second.serve(prompt(43))
+    assert again.prefix_len == 40 and again.storage_hit_length == 0 and stats.hit_store == 40
+    second.assert_adds_up()
+
+
+def test_what_was_fetched_is_not_written_again(server: Make) -> None:
+    first = server()
+    first.serve(prompt(40))
+    wait(first, lambda: stored(first) == 40)
+    second = server()
+    req = second.request(prompt(44))
+    wait(second, lambda: second.cache.fetch_ended(req))
+    second.forward(req, second.admit(req))
+    second.release(req)
+    wait(second, lambda: stored(second) == 4)
+    second.settle()
+    assert stored(second) == 4
+
+
+def test_kind_request_gone_state_stays_an_abort_during_its_fetch(server: Make) -> None:
+    first = server()
+    first.serve(prompt(40))
+    wait(first, lambda: stored(first) == 40)
+    second = server()
+    req = second.request(prompt(43))
+    second.cache.release_aborted_request(CacheRequestHandle(req.rid, 0))
+    assert second.cache.fetch_ended(req)
+    wait(second, lambda: not second.cache.cache.pending())
+    second.assert_idle()
+
+
+def test_kind_stale_after_weight_update_other_weights_find_nothing_in_a_store(server: Make) -> None:
+    first = server()
+    first.serve(prompt(40))
+    wait(first, lambda: stored(first) == 40)
+    second = server()
+    second.cache.on_control(
+        io_struct.UpdateWeightFromDiskReqInput(model_path="x", load_format=None, weight_version="v2")
+    )
+    wait(second, lambda: second.cache.cache.remote is not None and second.cache.cache.remote.usable)
+    req = second.request(prompt(43))
+    wait(second, lambda: second.cache.fetch_ended(req))
+    second.forward(req, second.admit(req))
+    assert req.prefix_len == 0
+    second.release(req)
+
+
+def test_a_flush_is_kept_by_the_store(server: Make) -> None:
+    first = server()
+    first.serve(prompt(40))
+    wait(first, lambda: stored(first) == 40)
+    first.settle()
+    first.cache.on_control(io_struct.FlushCacheReqInput())
+    first.cache.reset()
+    first.allocator.clear()
+    wait(first, lambda: first.cache.cache.epoch == 2)
+    assert first.serve(prompt(43)).prefix_len == 0
+    wait(first, lambda: stored(first) == 80)
+    second = server()
+    assert second.cache.cache.epoch == 2, "a server that starts later knows of it"
+
+
+def test_without_a_store_no_request_waits() -> None:
+    engine = Engine(4)
+    req = engine.request(prompt(43))
+    assert engine.cache.fetch_ended(req) and engine.cache.stores is None
+    engine.close()

@@ -194,6 +194,26 @@ def up(server: SGLangServer) -> bool:
     return bool(values) and all(values)
 
 
+def story(server: SGLangServer) -> dict[str, float]:
+    """What the stores did and why not, for the message of a failed test."""
+    told: dict[str, float] = {}
+    wanted = (
+        "missed_tokens",
+        "plans_total",
+        "store_lookups",
+        "unstored",
+        "fetched",
+        "store_outages",
+        "store_up",
+    )
+    for sample in server.samples():
+        name = sample.name.removeprefix("hicache_ext_")
+        if sample.value and name.startswith(wanted):
+            label = next((sample.labels[k] for k in ("reason", "result", "store") if k in sample.labels), "")
+            told[f"{name} {label}"] = told.get(f"{name} {label}", 0.0) + sample.value
+    return told
+
+
 def nudge(server: SGLangServer) -> None:
     """An idle scheduler publishes nothing."""
     server.generate(input_ids=[5], max_new_tokens=2)

@@ -20,6 +20,7 @@ from tests.server.remote import (
     nudge,
     store_hits,
     stored,
+    story,
     tiny_remote,
     wait_up,
 )
@@ -101,8 +102,8 @@ def test_pages_persisted_before_a_kill_are_hit_again(
             if bound:
                 hit += server.generate(input_ids=tokens, max_new_tokens=2).cached_tokens
                 truth += bound
-        assert hit >= ENOUGH * truth, (hit, truth)
         nudge(server)
+        assert hit >= ENOUGH * truth, (hit, truth, story(server))
         # Prompts share nothing, and the server has just started: all of it came from the store.
         assert store_hits(server) == hit * ranks
         assert server.metric("hicache_ext_store_refused_pages_total") == 0

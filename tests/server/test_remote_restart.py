@@ -79,7 +79,7 @@ def test_pages_persisted_before_a_kill_are_hit_again(
     urls = [f"file://{folder}?size_gb=0.4"]
     prompts = [prompt(seed, TOKENS) for seed in range(PROMPTS)]
     stop = threading.Event()
-    with tiny_remote(model, tmp_path / "first", urls, ranks=ranks) as server:
+    with tiny_remote(model, tmp_path / "first", urls, ranks=ranks, fetch="always") as server:
         wait_up(server)
         clients = threading.Thread(target=load, args=(server, prompts, stop))
         clients.start()
@@ -95,7 +95,7 @@ def test_pages_persisted_before_a_kill_are_hit_again(
     assert sum(expected) >= PROMPTS * TOKENS // 3
     assert main(["store", "verify", f"file://{folder}"]) == 0, capsys.readouterr().out
 
-    with tiny_remote(model, tmp_path / "second", urls, ranks=ranks) as server:
+    with tiny_remote(model, tmp_path / "second", urls, ranks=ranks, fetch="always") as server:
         wait_up(server)
         hit = truth = 0
         for tokens, bound in zip(prompts, expected, strict=True):

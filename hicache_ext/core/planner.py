@@ -70,7 +70,7 @@ ALWAYS = PlanSettings(
     pause=0.0,
     max_pause=0.0,
 )
-"""Whatever a store has is fetched, and a request may lose seconds by that: for tests, and to see what is there."""
+"""Whatever a store has is fetched, and a request may lose seconds by that. For tests."""
 
 
 @dataclass

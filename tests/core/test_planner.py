@@ -89,7 +89,7 @@ def test_a_plan_is_never_expected_later_than_recomputation(
 
 
 def test_always_fetches_what_is_slower_than_recomputing_and_waits_for_it() -> None:
-    p = planner(1e6, 0.1, settings=ALWAYS)
+    p = planner(3e7, 0.1, settings=ALWAYS)
     assert p.plan_lookup("store", 0, 4096, 1.0).deadline >= 1.5
     plan = p.plan_fetch("store", 0, 50, 1.0)
     assert plan.wait and plan.pages == 50 and plan.deadline >= 2.0

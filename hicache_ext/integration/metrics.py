@@ -168,8 +168,10 @@ class Metrics:
 
     def _count(self, metric: Any, total: float, **extra: str) -> None:
         key = (metric._name, "".join(extra.values()))
-        metric.labels(**self._labels, **extra).inc(total - self._last.get(key, 0.0))
-        self._last[key] = total
+        # A total that is a difference of counts may go down for a moment; a counter that does raises.
+        grown = max(total - self._last.get(key, 0.0), 0.0)
+        metric.labels(**self._labels, **extra).inc(grown)
+        self._last[key] = self._last.get(key, 0.0) + grown
 
     def _set(self, metric: Any, value: float, **extra: str) -> None:
         metric.labels(**self._labels, **extra).set(value)

@@ -451,8 +451,9 @@ class TieredCache:
         return self.host_pages.alloc(count)
 
     def _copy_down(self, node: Node) -> None:
-        """Start the backup of what is not on the host on the path to ``node``, as far as there is room."""
-        self._submit_backup(self._reserve_host(node))
+        """Start the backup of what is not on the host on the path to ``node``, as far as there is room, and a
+        step may hash."""
+        self._submit_backup(self._reserve_host(node, HASHED_PAGES * self.config.page_size))
 
     def _mark_dirty(self, node: Node) -> None:
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH:

@@ -58,6 +58,21 @@ class PlanSettings:
     """Of the time that a store may be busy with such measurements."""
 
 
+ALWAYS = PlanSettings(
+    margin=0.0,
+    max_loss=2.0,
+    max_lookup=1.0,
+    loss_share=math.inf,
+    lookup_share=math.inf,
+    grace=2.0,
+    credit=1e9,
+    max_credit=1e9,
+    pause=0.0,
+    max_pause=0.0,
+)
+"""Whatever a store has is fetched, and a request may lose seconds by that. For tests."""
+
+
 @dataclass
 class Honesty:
     """What was estimated and what happened, of one store; counts, seconds and pages since start."""

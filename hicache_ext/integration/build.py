@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Integrity
-from hicache_ext.core.planner import Planner
+from hicache_ext.core.planner import ALWAYS, Planner, PlanSettings
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import make_policy
 from hicache_ext.core.speeds import Speeds
@@ -117,7 +116,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
     versions = WeightVersions(namespace, getattr(ctx.server_args, SERVER_ID_ATTRIBUTE))
     stores = None
     if settings.remote:
-        stores = open_stores(settings.remote, ctx, kv, host, Seal(kv.layout, integrity))
+        stores = open_stores(settings, ctx, kv, host, Seal(kv.layout, integrity))
     cache = TieredCache(
         CacheConfig(
             page_size=params.page_size,
@@ -143,17 +142,19 @@ def _build(ctx: Any, settings: Settings) -> Any:
     return adapter(params, cache, engine, host, counter, settings, versions, stores)
 
 
-def open_stores(urls: Sequence[str], ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal) -> Stores:
+def open_stores(settings: Settings, ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal) -> Stores:
     """The remote tier of this rank. Raises SettingsError if a store cannot be used as asked."""
     from sglang.srt.runtime_context import get_parallel
 
     layout = kv.layout
-    planner = Planner(Speeds(prefill_costs(ctx), [STORE]), layout.page_size, layout.page_bytes)
+    speeds = Speeds(prefill_costs(ctx), [STORE])
+    rules = ALWAYS if settings.fetch == "always" else PlanSettings()
+    planner = Planner(speeds, layout.page_size, layout.page_bytes, rules)
     shard, dp = head_shard(ctx), get_parallel()
     total, replica, replicas = shard.copies(layout)
     try:
         engine = open_remote(
-            urls,
+            settings.remote,
             layout,
             host,
             seal,

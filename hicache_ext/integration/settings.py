@@ -33,6 +33,8 @@ class Settings:
     """``full``, ``sample`` or ``off``: how many pages carry checksums and are checked when they come back."""
     remote: tuple[str, ...] = ()
     """Addresses of stores, the nearest first; see ``stores.urls``. Empty: no remote tier."""
+    fetch: str = "auto"
+    """``auto``: what is sooner here than computed. ``always``: whatever a store has."""
     inject_faults: str | None = None
     """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
     copy_backend: str = CopyBackendName.AUTO.value
@@ -68,6 +70,7 @@ def load_settings(config: str | None, **flags: Any) -> Settings:
 
 
 _EXPECTED = {
+    "fetch": "string, auto or always",
     "remote": "list of addresses of stores",
     "host_gb": "positive number",
     "write_policy": f"string, one of {', '.join(WritePolicy)}",
@@ -97,6 +100,8 @@ def _fits(key: str, value: Any) -> bool:
         return False
     if key == "remote":
         return isinstance(value, list | tuple) and all(isinstance(url, str) for url in value)
+    if key == "fetch":
+        return value in ("auto", "always")
     if key == "write_policy":
         return value in list(WritePolicy)
     if key == "integrity":

@@ -52,11 +52,11 @@ class EpochWatch:
         rows: HostRows,
         page: int,
         interval: float = _INTERVAL_S,
-        first_learned: Callable[[bytes, int], None] | None = None,
+        first_used: Callable[[bytes, int], None] | None = None,
     ) -> None:
-        """``page`` is the scratch page that marks are written from; ``first_learned`` is called once, on this
+        """``page`` is the scratch page that marks are written from; ``first_used`` is called once, on this
         thread, with a namespace and its epoch."""
-        self._first_learned = first_learned
+        self._first_used = first_used
         self._stack = stack
         self._row = int(rows.rows(np.array([page]))[0])
         self._bytes = rows.buffer[self._row]
@@ -154,9 +154,9 @@ class EpochWatch:
             self._floor, self._clear = floor, clear
             if any_marked or not claims:
                 self._shared = shared = highest
-        if known and shared is not None and self._first_learned is not None:
-            self._first_learned(namespace, shared)
-            self._first_learned = None
+        if self._first_used is not None and any(self.asked(store) for store in found):
+            self._first_used(namespace, own)
+            self._first_used = None
         return known and all(top == highest for top, _ in found.values())
 
     def _look_into_all(self, namespace: bytes, epoch: int) -> dict[int, Found]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.core.planner import FetchPlan, Planner, PlanSettings
+from hicache_ext.core.planner import ALWAYS, FetchPlan, Planner, PlanSettings
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.speeds import KEPT, Speeds, StoreRate
 from tests.core.planner_sim import Simulation, World, prompts
@@ -23,12 +23,17 @@ SETTINGS = PlanSettings()
 
 
 def planner(
-    bandwidth: float = 5e9, latency: float = 5e-4, *, costs: CostModel = GPU, load: float = 25e9
+    bandwidth: float = 5e9,
+    latency: float = 5e-4,
+    *,
+    costs: CostModel = GPU,
+    load: float = 25e9,
+    settings: PlanSettings | None = None,
 ) -> Planner:
     speeds = Speeds(costs, {"store": StoreRate(latency, bandwidth, True)}, load_bandwidth=load)
     # As if the store had just been used: no trial is due.
     speeds.observed_fetch("store", 1 << 30, latency + (1 << 30) / bandwidth, now=0.0)
-    return Planner(speeds, PAGE, PAGE_BYTES)
+    return Planner(speeds, PAGE, PAGE_BYTES, settings)
 
 
 rates = st.floats(1e6, 1e11)
@@ -81,6 +86,15 @@ def test_a_plan_is_never_expected_later_than_recomputation(
     assert plan.expected <= plan.finish
     if plan.pages:
         assert plan.wait and 1 <= plan.window <= plan.pages
+
+
+def test_always_fetches_what_is_slower_than_recomputing_and_waits_for_it() -> None:
+    p = planner(3e7, 0.1, settings=ALWAYS)
+    assert p.plan_lookup("store", 0, 4096, 1.0).deadline >= 1.5
+    plan = p.plan_fetch("store", 0, 50, 1.0)
+    assert plan.wait and plan.pages == 50 and plan.deadline >= 2.0
+    p.ended(plan, 0, 2.0)
+    assert p.plan_fetch("store", 0, 50, 2.0).wait, "and goes on after a failure"
 
 
 def test_a_fetch_that_is_withdrawn_says_nothing_of_the_store() -> None:

@@ -58,6 +58,7 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
     backup_limit = 1024
     metrics_interval = 1
     check_every = 3
+    fetch = "always"
     remote = ["mooncake://10.0.0.1:50051", "file:///var/cache/kv?size_gb=10"]
     """
     settings = load_settings(toml(tmp_path, text))
@@ -72,6 +73,7 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
         backup_limit=1024,
         metrics_interval=1,
         check_every=3,
+        fetch="always",
         remote=("mooncake://10.0.0.1:50051", "file:///var/cache/kv?size_gb=10"),
     )
     assert set(tomllib.loads(text)) == {f.name for f in fields(Settings)}

@@ -63,6 +63,7 @@ def tiny_remote(
     ranks: int = 1,
     device_tokens: int = 2048,
     host_tokens: int = 4096,
+    fetch: str = "auto",
 ) -> HostServer:
     """A server of the tiny model with stores, not started; with none it has no remote tier."""
     folder.mkdir(exist_ok=True)
@@ -83,6 +84,7 @@ def tiny_remote(
         device_tokens=device_tokens,
         host_tokens=host_tokens,
         check_every=10,
+        fetch=fetch,
         env=env,
     )
     return HostServer(
@@ -103,12 +105,16 @@ def chat_remote(
     host: Host | None = None,
     device_tokens: int = 4096,
     extension: bool = True,
+    fetch: str = "auto",
 ) -> HostServer:
     """A server of the chat model with stores, not started."""
     folder.mkdir(exist_ok=True)
     args = ["--page-size", str(PAGE), *flags]
     if extension:
+        settings = folder / "hicache-ext.toml"
+        settings.write_text(f'fetch = "{fetch}"\n')
         args += ["--enable-hicache-ext", "--hicache-ext-host-gb", "0.4"]
+        args += ["--hicache-ext-config", str(settings)]
     if urls:
         args += ["--hicache-ext-remote", *urls]
     return HostServer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,9 @@ def test_kind_written_but_never_read_back_chats_move_between_hosts(
     master = start_mooncake(hosts["store"])
     urls = [master.url(segment_gb=0.3)]
     chats, alone = Chats(4, 300, 60, 12), Chats(4, 300, 60, 12, salt="alone")
-    with chat_remote(float32_model_path, tmp_path / "one", urls, host=hosts["one"]) as one:
-        with chat_remote(float32_model_path, tmp_path / "two", urls, host=hosts["two"]) as two:
+    start = partial(chat_remote, float32_model_path, urls=urls, fetch="always")
+    with start(tmp_path / "one", host=hosts["one"]) as one:
+        with start(tmp_path / "two", host=hosts["two"]) as two:
             warm(one, two)
             play(chats, 4, one, two)
             play(alone, 4, one)
@@ -93,8 +95,8 @@ def test_kind_different_parallelism_no_sharing_tp_1_and_tp_2(
     master = start_mooncake(hosts["store"])
     urls = [master.url(segment_gb=0.1)]
     chats, alone = Chats(2, 900, 80, 4), Chats(2, 900, 80, 4, salt="alone")
-    with tiny_remote(model, tmp_path / "one", urls, host=hosts["one"]) as one:
-        with tiny_remote(model, tmp_path / "two", urls, host=hosts["two"], ranks=2) as two:
+    with tiny_remote(model, tmp_path / "one", urls, host=hosts["one"], fetch="always") as one:
+        with tiny_remote(model, tmp_path / "two", urls, host=hosts["two"], ranks=2, fetch="always") as two:
             assert len(two.schedulers()) == 2
             warm(one, two)
             play(chats, 3, one, two)

@@ -152,6 +152,7 @@ def tiny_server(
     device_tokens: int = 2048,
     host_tokens: int = 8192,
     check_every: int = 1,
+    fetch: str = "auto",
     ranks: int = 1,
     extension: bool = True,
     env: dict[str, str | None] | None = None,
@@ -160,7 +161,7 @@ def tiny_server(
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--page-size", str(page_size)]
     if extension:
         settings = folder / "hicache-ext.toml"
-        settings.write_text(f"check_every = {check_every}\n")
+        settings.write_text(f'check_every = {check_every}\nfetch = "{fetch}"\n')
         flags += ["--enable-hicache-ext", "--hicache-ext-config", str(settings)]
         # Half a page more, so that rounding does not cost one.
         host_pages = (host_tokens // page_size + 0.5) * ranks

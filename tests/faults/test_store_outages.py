@@ -167,7 +167,9 @@ OUTAGES: dict[str, tuple[Callable[[Rig], None], Callable[[Rig], None]]] = {
 }
 
 
-@pytest.mark.parametrize("outage", OUTAGES)
+@pytest.mark.parametrize(
+    "outage", [o if o == "master killed" else pytest.param(o, marks=pytest.mark.long) for o in OUTAGES]
+)
 def test_kind_backend_down_means_server_down(outage: str, rig: Rig) -> None:
     breaks, heals = OUTAGES[outage]
     breaks(rig)
@@ -196,6 +198,7 @@ def test_kind_backend_down_means_server_down(outage: str, rig: Rig) -> None:
     assert_all_back(rig.server)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rig", [16], indirect=True, ids=["16 MB"])
 def test_a_full_store_costs_nothing(rig: Rig) -> None:
     """A third of the prompts fits: the master evicts, or declines."""

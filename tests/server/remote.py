@@ -76,6 +76,7 @@ def tiny_remote(
     plain = tiny_server(
         model,
         folder,
+        "--sleep-on-idle",
         *flags,
         *tp,
         *remote,
@@ -109,7 +110,8 @@ def chat_remote(
 ) -> HostServer:
     """A server of the chat model with stores, not started."""
     folder.mkdir(exist_ok=True)
-    args = ["--page-size", str(PAGE), *flags]
+    # Two idle schedulers would take both cores of a small machine.
+    args = ["--page-size", str(PAGE), "--sleep-on-idle", *flags]
     if extension:
         settings = folder / "hicache-ext.toml"
         settings.write_text(f'fetch = "{fetch}"\n')

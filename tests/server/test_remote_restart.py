@@ -70,7 +70,7 @@ def load(server: HostServer, prompts: list[list[int]], stop: threading.Event) ->
         list(pool.map(one, range(THREADS)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_pages_persisted_before_a_kill_are_hit_again(
     ranks: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,11 +48,6 @@ def play(chats: Chats, rounds: int, *servers: HostServer) -> None:
         think(*servers)
 
 
-def warm(*servers: HostServer) -> None:
-    """So that the servers know what their store and their own prefill take, as after minutes of use."""
-    play(Chats(2, 500, 60, 4, salt="warm"), 3, *servers)
-
-
 def check(chats: Chats, alone: Chats, one: HostServer, two: HostServer) -> None:
     """``alone`` is the same on one server, under a salt that no page of the others has."""
     later = [turn for turn in chats.turns if turn.round > 0]
@@ -77,12 +72,12 @@ def test_kind_written_but_never_read_back_chats_move_between_hosts(
     start = partial(chat_remote, float32_model_path, urls=urls, fetch="always")
     with start(tmp_path / "one", host=hosts["one"]) as one:
         with start(tmp_path / "two", host=hosts["two"]) as two:
-            warm(one, two)
             play(chats, 4, one, two)
             play(alone, 4, one)
             check(chats, alone, one, two)
 
 
+@pytest.mark.long
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_kind_different_parallelism_no_sharing_tp_1_and_tp_2(
     hosts: dict[str, Host],
@@ -98,7 +93,6 @@ def test_kind_different_parallelism_no_sharing_tp_1_and_tp_2(
     with tiny_remote(model, tmp_path / "one", urls, host=hosts["one"], fetch="always") as one:
         with tiny_remote(model, tmp_path / "two", urls, host=hosts["two"], ranks=2, fetch="always") as two:
             assert len(two.schedulers()) == 2
-            warm(one, two)
             play(chats, 3, one, two)
             play(alone, 3, one)
             check(chats, alone, one, two)

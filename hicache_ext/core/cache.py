@@ -196,6 +196,10 @@ class TieredCache:
 
     def unlock(self, node: Node) -> None:
         self.tree.unlock(node, Tier.DEVICE)
+        # What a full host gave up, or did not take, while it was in use here.
+        for member in reversed(list(self.tree.path(node))):
+            if not member.device_locks and member.host is ABSENT and member.doubt is Doubt.NONE:
+                self._mark_dirty(member)
 
     def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
         """Publish computed pages; see ``TieredRadixTree.insert``. Queues their backup."""
@@ -316,6 +320,9 @@ class TieredCache:
             if node.parent is None or node.doubt is not Doubt.NONE:
                 continue
             if node.device is READY and node.host is ABSENT:
+                if node.device_locks and self._crowded(node):
+                    # It stays where it is as long as it is in use; then its turn comes again.
+                    continue
                 chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
@@ -461,6 +468,10 @@ class TieredCache:
         if node.host is ABSENT and not node.backup_queued:
             node.backup_queued = True
             self._dirty.append(node)
+
+    def _crowded(self, node: Node) -> bool:
+        """Whether the host has no room for ``node`` unless something else leaves it."""
+        return len(node) > self.host_pages.free * self.config.page_size
 
     def _reserve_host(self, node: Node, limit: int | None = None) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.

@@ -209,11 +209,12 @@ class TieredCache:
             self._mark_dirty(node)
         return result
 
-    def load(self, node: Node) -> int:
+    def load(self, node: Node, *, wait: bool = True) -> int:
         """Reserve device pages for the host-only part of the path to ``node`` and queue the copy.
 
         All or nothing: returns the tokens that will be on the device, 0 if there was no room. The copy
-        starts with ``start_loads``; whoever reads the pages waits for it there.
+        starts with ``start_loads``; whoever reads the pages waits for it there. Without ``wait``, room that
+        backups in flight would leave does not count.
         """
         nodes = []
         for member in self.tree.path(node):
@@ -229,7 +230,7 @@ class TieredCache:
         # Both ends stay while room is made: evicting may drop host pages and unlocked device pages.
         self.tree.lock(node, Tier.HOST)
         self.tree.lock(above, Tier.DEVICE)
-        slots = self._make_room(tokens)
+        slots = self._make_room(tokens, wait)
         if slots is not None:
             start = 0
             for member in nodes:
@@ -344,6 +345,15 @@ class TieredCache:
         started = self.tickets.last_seq(Kind.LOAD)
         return started if started > self._applied[Kind.LOAD] else -1
 
+    def load_open(self, seq: int) -> bool:
+        """Whether load ``seq`` has not been applied yet."""
+        return seq > self._applied[Kind.LOAD]
+
+    def pending_load(self, node: Node) -> int:
+        """The last load that the path to ``node`` still waits for, or -1."""
+        tickets = (t for n in self.tree.path(node) if n.device is PENDING for t in n.tickets)
+        return max((t.seq for t in tickets if t.kind is Kind.LOAD), default=-1)
+
     def settle_loads(self, upto: int) -> None:
         """Wait until load ``upto`` and those before it are verified on all ranks, and apply them.
 
@@ -440,10 +450,10 @@ class TieredCache:
 
     # Internals
 
-    def _make_room(self, tokens: int) -> Slots | None:
+    def _make_room(self, tokens: int, wait: bool) -> Slots | None:
         """Device slots for a load, evicting only if that is enough; None otherwise."""
         shortfall = tokens - self.device.available()
-        if shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
+        if wait and shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
             self.stats.evict_waits += 1
             self._settle_backups()
         if shortfall > self.tree.evictable_tokens:

@@ -223,7 +223,10 @@ def _fill(record: Record, answer: Answer, zero: float) -> None:
 
 @dataclass(frozen=True)
 class Exactness:
-    """Whether a prompt's answers were bit-identical, ``host`` tokens of it coming from the host once."""
+    """How many prompts were answered bit for bit alike on a hit of the device and on one of the host.
+
+    ``prompts`` are those that had such hits of equal length; ``host`` tokens came from the host.
+    """
 
     prompts: int
     equal_ids: int
@@ -240,7 +243,7 @@ async def check_exactness(
     prompts push everything out of the device pool of ``device_tokens``.
 
     Raises:
-        ServerError: a request failed, or the second round was not served from the host.
+        ServerError: a request failed.
     """
     rng = random.Random(load.seed)
 
@@ -259,15 +262,13 @@ async def check_exactness(
         for _ in range(-(-5 * device_tokens // (4 * length))):
             await ask(draw(length), 1, False)
         from_host = [await ask(prompt, load.output, True) for prompt in asked]
-    for one, other in zip(from_device, from_host, strict=True):
-        if one.cached != other.cached or one.host or not other.host:
-            raise ServerError(
-                f"not the same hit: {one.cached} tokens cached, {one.host} of the host, then "
-                f"{other.cached} and {other.host}"
-            )
-    pairs = list(zip(from_device, from_host, strict=True))
+    pairs = [
+        (one, other)
+        for one, other in zip(from_device, from_host, strict=True)
+        if one.cached == other.cached and other.host > one.host == 0
+    ]
     return Exactness(
-        prompts=prompts,
+        prompts=len(pairs),
         equal_ids=sum(a.ids == b.ids for a, b in pairs),
         equal_logprobs=sum(a.logprobs == b.logprobs for a, b in pairs),
         host=sum(b.host for b in from_host),

@@ -196,6 +196,10 @@ class TieredCache:
 
     def unlock(self, node: Node) -> None:
         self.tree.unlock(node, Tier.DEVICE)
+        # What a full host gave up, or did not take, while it was in use here.
+        for member in reversed(list(self.tree.path(node))):
+            if not member.device_locks and member.host is ABSENT and member.doubt is Doubt.NONE:
+                self._mark_dirty(member)
 
     def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
         """Publish computed pages; see ``TieredRadixTree.insert``. Queues their backup."""
@@ -205,11 +209,12 @@ class TieredCache:
             self._mark_dirty(node)
         return result
 
-    def load(self, node: Node) -> int:
+    def load(self, node: Node, *, wait: bool = True) -> int:
         """Reserve device pages for the host-only part of the path to ``node`` and queue the copy.
 
         All or nothing: returns the tokens that will be on the device, 0 if there was no room. The copy
-        starts with ``start_loads``; whoever reads the pages waits for it there.
+        starts with ``start_loads``; whoever reads the pages waits for it there. Without ``wait``, room that
+        backups in flight would leave does not count.
         """
         nodes = []
         for member in self.tree.path(node):
@@ -225,7 +230,7 @@ class TieredCache:
         # Both ends stay while room is made: evicting may drop host pages and unlocked device pages.
         self.tree.lock(node, Tier.HOST)
         self.tree.lock(above, Tier.DEVICE)
-        slots = self._make_room(tokens)
+        slots = self._make_room(tokens, wait)
         if slots is not None:
             start = 0
             for member in nodes:
@@ -316,6 +321,9 @@ class TieredCache:
             if node.parent is None or node.doubt is not Doubt.NONE:
                 continue
             if node.device is READY and node.host is ABSENT:
+                if node.device_locks and self._crowded(node):
+                    # It stays where it is as long as it is in use; then its turn comes again.
+                    continue
                 chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
@@ -336,6 +344,15 @@ class TieredCache:
         self._queued_loads.clear()
         started = self.tickets.last_seq(Kind.LOAD)
         return started if started > self._applied[Kind.LOAD] else -1
+
+    def load_open(self, seq: int) -> bool:
+        """Whether load ``seq`` has not been applied yet."""
+        return seq > self._applied[Kind.LOAD]
+
+    def pending_load(self, node: Node) -> int:
+        """The last load that the path to ``node`` still waits for, or -1."""
+        tickets = (t for n in self.tree.path(node) if n.device is PENDING for t in n.tickets)
+        return max((t.seq for t in tickets if t.kind is Kind.LOAD), default=-1)
 
     def settle_loads(self, upto: int) -> None:
         """Wait until load ``upto`` and those before it are verified on all ranks, and apply them.
@@ -433,10 +450,10 @@ class TieredCache:
 
     # Internals
 
-    def _make_room(self, tokens: int) -> Slots | None:
+    def _make_room(self, tokens: int, wait: bool) -> Slots | None:
         """Device slots for a load, evicting only if that is enough; None otherwise."""
         shortfall = tokens - self.device.available()
-        if shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
+        if wait and shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
             self.stats.evict_waits += 1
             self._settle_backups()
         if shortfall > self.tree.evictable_tokens:
@@ -461,6 +478,10 @@ class TieredCache:
         if node.host is ABSENT and not node.backup_queued:
             node.backup_queued = True
             self._dirty.append(node)
+
+    def _crowded(self, node: Node) -> bool:
+        """Whether the host has no room for ``node`` unless something else leaves it."""
+        return len(node) > self.host_pages.free * self.config.page_size
 
     def _reserve_host(self, node: Node, limit: int | None = None) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.

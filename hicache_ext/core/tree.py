@@ -380,6 +380,8 @@ class TieredRadixTree:
                     self.protected_tokens += len(member)
                 member.device_locks += 1
                 self.candidates[tier].discard(member)
+                if member.device_locks == 1 and member in self.candidates[Tier.HOST]:
+                    self._reconsider(member, Tier.HOST)
         else:
             for member in self.path(node):
                 assert member.host is not ABSENT, member

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 
+from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.residency import Doubt
 from hicache_ext.core.tree import Node
 from hicache_ext.integration.adapter import HicacheExtCache, Origin, _as_numpy
+from hicache_ext.integration.early_loads import EarlyLoads
 from hicache_ext.integration.recompute import Recompute
+from hicache_ext.transfer.engine import Engine
 
 
 class Recompute0517(Recompute):
@@ -53,9 +61,15 @@ class HicacheExtCache0517(HicacheExtCache):
 
     recompute_class = Recompute0517
 
-    def __init__(self, params: Any, *args: Any) -> None:
-        super().__init__(params, *args)
+    def __init__(self, params: Any, cache: TieredCache, engine: Engine, *args: Any) -> None:
+        super().__init__(params, cache, engine, *args)
         self._keep_finished = not params.disable_finished_insert
+        page_bytes = self.host.layout.page_bytes
+        self._early = EarlyLoads(cache, self.token_to_kv_pool_allocator.size, page_bytes)
+        self._scheduler: Any = None
+        self._busy = False
+        self._matched: dict[str, Any] = {}
+        self._load_needed = -1
 
     # Lookup
 
@@ -68,6 +82,7 @@ class HicacheExtCache0517(HicacheExtCache):
         if req is not None:
             req._hicache_ext_origin = Origin(self.cache.era, scope)
             req._hicache_ext_hits = Hits(match.device_len)
+            self._matched[req.rid] = req
             if self._prefills is not None:
                 self._prefills.admitted(req)
         return MatchResult(
@@ -86,6 +101,51 @@ class HicacheExtCache0517(HicacheExtCache):
         req.host_hit_length, req.storage_hit_length = loaded, fetched
         req._hicache_ext_hits = Hits(len(req.prefix_indices), loaded - fetched, fetched)
         return self.path_device_indices(node)[len(req.prefix_indices) :], node
+
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        # Of every request that is admitted, and of some that are not.
+        self._load_needed = max(self._load_needed, self.cache.pending_load(node))
+        return super().inc_lock_ref(node)
+
+    def ready_to_load_host_cache(self) -> int:
+        self.cache.start_loads()
+        index, self._load_needed = self._load_needed, -1
+        self.counter.set_consumer(index)
+        for rid, req in self._matched.items():
+            if ahead := self._early.tokens(rid):
+                # SGLang takes them for found on the device otherwise.
+                prefix = len(req.prefix_indices)
+                req.host_hit_length = min(req.host_hit_length + ahead, prefix)
+                req._hicache_ext_hits = Hits(prefix - req.host_hit_length, req.host_hit_length)
+        self._matched.clear()
+        return index
+
+    # Loads ahead of admission
+
+    def on_request_queued(self, req: Any) -> None:
+        super().on_request_queued(req)
+        self._early.queued(req.rid)
+
+    def fetch_ended(self, req: Any) -> bool:
+        """Whether a queued request can be scheduled: nothing worth waiting for is on its way."""
+        return super().fetch_ended(req) and not (self._busy and self._early.holds(req.rid))
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self._scheduler is not None:
+            self._busy = _computes(self._scheduler)
+            last = self._scheduler.last_batch
+            decoding = last is not None and last.forward_mode.is_decode()
+            queue = {req.rid for req in self._scheduler.waiting_queue}
+            self._early.step(queue, busy=self._busy, decoding=decoding)
+
+    def on_batch_result(self, scheduler: Any, batch: Any) -> None:
+        self._scheduler = scheduler
+        super().on_batch_result(scheduler, batch)
+
+    def reset(self) -> None:
+        super().reset()
+        self._early.clear()
 
     # A request's pages
 
@@ -112,6 +172,7 @@ class HicacheExtCache0517(HicacheExtCache):
         self.on_release(req, checkpointed=is_insert)
 
     def release_aborted_request(self, handle: Any) -> None:
+        self._early.forget(handle)
         super().release_aborted_request(RequestHandle(handle))
 
     def _admitted(self, req: Any) -> None:
@@ -147,8 +208,20 @@ class HicacheExtCache0517(HicacheExtCache):
             self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
             theirs = self.path_device_indices(done.node)[owned : done.matched]
             self.req_to_token_pool.write((req.req_pool_idx, slice(owned, done.matched)), theirs)
+            if (pending := self.cache.pending_load(done.node)) > 0:
+                # Decoding waits for no load.
+                self.cache.start_loads()
+                self.cache.settle_loads(pending)
         self.cache.lock(done.node)
         if req.last_node is not None:
             self.cache.unlock(req.last_node)
         req.last_node = done.node
         req.cache_protected_len = length
+
+
+def _computes(scheduler: Any) -> bool:
+    """Whether a batch runs, or will without a new request."""
+    if scheduler.chunked_req is not None:
+        return True
+    batches = (scheduler.running_batch, scheduler.last_batch)
+    return any(not req.finished() for batch in batches if batch is not None for req in batch.reqs)

@@ -1283,3 +1283,26 @@ def test_kind_rank_divergent_hits_a_failure_while_all_ranks_wait(policy: WritePo
         ranks.each(assert_idle)
     finally:
         ranks.close()
+
+
+def test_a_full_host_gives_up_what_is_in_use_on_the_device_and_gets_it_again() -> None:
+    rig = make_rig(device_pages=16, host_pages=2)
+    for number in (1, 2):
+        put(rig, pages(number))
+        step(rig)
+        rig.transfers.drain()
+        rig.cache.tick()
+    used = node_at(rig, pages(2))
+    rig.cache.lock(used)
+    put(rig, pages(3))
+    step(rig)
+    rig.transfers.drain()
+    rig.cache.tick()
+    # The least recently used stays: its copy may be all that is left of it soon.
+    assert [backed_up(rig, pages(number)) for number in (1, 2, 3)] == [True, False, True]
+    rig.cache.unlock(used)
+    step(rig)
+    rig.transfers.drain()
+    rig.cache.tick()
+    assert backed_up(rig, pages(2))
+    rig.cache.check()

@@ -57,8 +57,14 @@ def test_the_name_of_the_shared_environment_follows_the_requirements(monkeypatch
     before = environment.pins_hash(["cpu", "dev"])
     assert environment.pins_hash(["cpu", "dev"]) == before
     assert environment.pins_hash(["cpu"]) != before
-    monkeypatch.setattr(environment, "requirements", lambda extras: ["sglang==9"])
+    monkeypatch.setattr(environment, "requirements", lambda extras, release: ["sglang==9"])
     assert environment.pins_hash(["cpu", "dev"]) != before
+
+
+def test_another_release_takes_the_place_of_the_pinned_one() -> None:
+    assert "sglang==0.5.17" in environment.requirements(["cpu"], "0.5.17")
+    assert environment.pins_hash(["cpu"], "0.5.17") != environment.pins_hash(["cpu"])
+    assert environment.own_venv("0.5.17") != environment.own_venv(environment.DEFAULT_RELEASE)
 
 
 def test_an_unknown_extra_is_refused() -> None:

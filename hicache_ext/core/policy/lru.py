@@ -24,4 +24,5 @@ class TierAwareLru(EvictionPolicy):
         return (node.waiters > 0, node.stamp, node.host is not Residency.READY)
 
     def host_rank(self, node: Node) -> Rank:
-        return (node.waiters > 0, node.stamp, node.device is Residency.ABSENT)
+        # What is in use on the device cannot be lost there, and is copied again when it no longer is.
+        return (node.device_locks == 0, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)

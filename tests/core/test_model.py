@@ -346,23 +346,26 @@ class CacheMachine(RuleBasedStateMachine):
         assert device.available() == device.total
 
 
-@pytest.mark.timeout(600)
-def test_random_lives_keep_every_invariant() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lives", [40, pytest.param(240, marks=pytest.mark.slow)])
+def test_random_lives_keep_every_invariant(lives: int) -> None:
     CacheMachine.steps_taken = CacheMachine.loads_seen = 0
     CacheMachine.refusals_seen = CacheMachine.updates_seen = CacheMachine.fetched_seen = 0
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=lives,
             stateful_step_count=300,
             deadline=None,
             derandomize=True,
+            # Shrinking a walk of hundreds of steps takes longer than reading it.
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert CacheMachine.steps_taken >= 20_000
-    assert CacheMachine.loads_seen >= 50, "the walk hardly ever loads from the host"
-    assert CacheMachine.refusals_seen >= 3, "the walk hardly ever meets a damaged page"
-    assert CacheMachine.updates_seen >= 3, "the weights hardly ever change"
-    assert CacheMachine.fetched_seen >= 50, "the walk hardly ever fetches from the store"
+    assert CacheMachine.steps_taken >= 200 * lives
+    assert CacheMachine.loads_seen >= lives, "the walk hardly ever loads from the host"
+    assert CacheMachine.fetched_seen >= lives, "the walk hardly ever fetches from the store"
+    if lives > 100:
+        assert CacheMachine.refusals_seen >= 10, "the walk hardly ever meets a damaged page"
+        assert CacheMachine.updates_seen >= 10, "the weights hardly ever change"

@@ -26,9 +26,9 @@ class PlanSettings:
 
     margin: float = 1.15
     """A fetch is taken to last so many times its estimate when it is compared with recomputation."""
-    max_loss: float = 0.06
+    max_loss: float = 0.045
     """What a request may lose to a fetch that brings nothing."""
-    max_lookup: float = 0.02
+    max_lookup: float = 0.015
     """What a request may lose to a lookup. With ``max_loss`` and a scheduler step well below 0.1."""
     loss_share: float = 0.25
     lookup_share: float = 0.05

@@ -110,7 +110,9 @@ def rig(
         made = Rig(hosts, master, segment, server, plain)
         made.ask(list(range(PROMPTS)))
         think(server)
-        made.use_store()
+        if megabytes > 100:
+            # One that holds a third of the prompts, asked in turn, has always just evicted the next.
+            made.use_store()
         made.with_store.clear()
         made.without.clear()
         yield made
@@ -210,7 +212,9 @@ def test_a_full_store_costs_nothing(rig: Rig) -> None:
 
 
 def check_waits(what: str, rig: Rig) -> None:
-    limit = percentile(rig.without, 0.99) + MAY_WAIT_S
+    # Mooncake's client polls a server that does not answer, which takes one of two cores from the model.
+    may_wait = 2 * MAY_WAIT_S if what == "memory frozen" else MAY_WAIT_S
+    limit = percentile(rig.without, 0.99) + may_wait
     waited = percentile(rig.with_store, 0.99)
-    print(f"{what}: 99th percentile {waited:.3f} s, without a store {limit - MAY_WAIT_S:.3f} s")
+    print(f"{what}: 99th percentile {waited:.3f} s, without a store {limit - may_wait:.3f} s")
     assert waited <= limit, (sorted(rig.with_store)[-5:], sorted(rig.without)[-5:])

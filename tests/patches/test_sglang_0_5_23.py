@@ -390,13 +390,14 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
 from sglang.srt.runtime_context import get_memory, publish
 fields = ServerArgs.__struct_fields__
-ours = ("enable_hicache_ext", "hicache_ext_host_gb", "hicache_ext_write_policy", "hicache_ext_integrity")
+ours = ("enable_hicache_ext", "hicache_ext_host_gb", "hicache_ext_remote")
+ours += ("hicache_ext_write_policy", "hicache_ext_integrity")
 ours += ("hicache_ext_copy_backend", "hicache_ext_inject_faults", "hicache_ext_config")
-assert fields[-7:] == ours and set(fields) - set(ours) == set(POSITIONAL_FIELD_ORDER), fields[-8:]
+assert fields[-8:] == ours and set(fields) - set(ours) == set(POSITIONAL_FIELD_ORDER), fields[-9:]
 arguments = prepare_server_args(
     ["--model-path", "dummy", "--hicache-ext-host-gb", "4", "--hicache-ext-write-policy", "write-back"]
     + ["--hicache-ext-integrity", "off", "--hicache-ext-inject-faults", "tier=host,rate=1"]
-    + ["--hicache-ext-copy-backend", "torch"]
+    + ["--hicache-ext-copy-backend", "torch", "--hicache-ext-remote", "file:///x?size_gb=1"]
 )
 publish(arguments, role="scheduler")
 bag = get_memory()
@@ -404,6 +405,7 @@ assert bag.enable_hicache_ext is False
 assert (bag.hicache_ext_host_gb, bag.hicache_ext_write_policy) == (4.0, "write-back")
 assert (bag.hicache_ext_integrity, bag.hicache_ext_inject_faults) == ("off", "tier=host,rate=1")
 assert bag.hicache_ext_copy_backend == "torch"
+assert bag.hicache_ext_remote == ["file:///x?size_gb=1"]
 assert bag.radix_cache_backend is None
 import sglang.srt.managers.scheduler
 # Entry points may load other modules of hicache_ext; a patch imports only this one.

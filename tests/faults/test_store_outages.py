@@ -170,9 +170,11 @@ OUTAGES: dict[str, tuple[Callable[[Rig], None], Callable[[Rig], None]]] = {
 
 
 @pytest.mark.parametrize(
-    "outage", [o if o == "master killed" else pytest.param(o, marks=pytest.mark.long) for o in OUTAGES]
+    ("outage", "measured"),
+    [("master killed", False), *(pytest.param(outage, True, marks=pytest.mark.long) for outage in OUTAGES)],
 )
-def test_kind_backend_down_means_server_down(outage: str, rig: Rig) -> None:
+def test_kind_backend_down_means_server_down(outage: str, measured: bool, rig: Rig) -> None:
+    """``measured``: waits are compared, which a busy machine spoils."""
     breaks, heals = OUTAGES[outage]
     breaks(rig)
     try:
@@ -196,7 +198,8 @@ def test_kind_backend_down_means_server_down(outage: str, rig: Rig) -> None:
     end = time.monotonic() + BACK_S
     while not rig.hits_of(seeds):
         assert time.monotonic() < end, story(rig.server)
-    check_waits(outage, rig)
+    if measured:
+        check_waits(outage, rig)
     assert_all_back(rig.server)
 
 

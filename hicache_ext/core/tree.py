@@ -181,26 +181,15 @@ class TieredRadixTree:
         node, pos, matched, end = self.root, 0, 0, len(tokens)
         added: list[Node] = []
         while pos < end:
-            key = self._key(node, scope, tokens, pos)
-            child = node.children.get(key)
-            if child is None:
-                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, pos, key=key)
-                node.children[key] = child
-                self.nodes += 1
-                self.policy.created(child)
-                common = end - pos
+            node = self._child(node, scope, tokens[pos:])
+            stop = pos + len(node)
+            if node.device is ABSENT:
+                self.set_device(node, READY, self.own(slots[pos:stop]))
+                added.append(node)
             else:
-                common = self.common(child.tokens, tokens[pos:end])
-                if common < len(child):
-                    child = self.split(child, common)
-            if child.device is ABSENT:
-                self.set_device(child, READY, self.own(slots[pos : pos + common]))
-                added.append(child)
-            else:
-                matched = pos + common
-            child.stamp = self.clock
-            node = child
-            pos += common
+                matched = stop
+            node.stamp = self.clock
+            pos = stop
         return Insertion(matched, node, added)
 
     def insert_host(
@@ -215,28 +204,15 @@ class TieredRadixTree:
         pos, end = 0, len(tokens)
         spare: list[np.ndarray] = []
         while pos < end:
-            key = self._key(node, scope, tokens, pos)
-            child = node.children.get(key)
-            if child is None:
-                start = node.start + len(node)
-                child = Node(self._new_id(), node, scope, tokens[pos:].copy(), self.clock, start, key=key)
-                node.children[key] = child
-                self.nodes += 1
-                self.policy.created(child)
-                common = end - pos
-            else:
-                common = self.common(child.tokens, tokens[pos:end])
-                if common < len(child):
-                    child = self.split(child, common)
-            first, stop = pos // self.page_size, (pos + common) // self.page_size
-            if child.host is ABSENT:
-                child.identities = identities[first:stop]
-                self.set_host(child, READY, pages[first:stop].copy())
-                child.stored = True
+            node = self._child(node, scope, tokens[pos:])
+            first, stop = pos // self.page_size, (pos + len(node)) // self.page_size
+            if node.host is ABSENT:
+                node.identities = identities[first:stop]
+                self.set_host(node, READY, pages[first:stop].copy())
+                node.stored = True
             else:
                 spare.append(pages[first:stop])
-            node = child
-            pos += common
+            pos += len(node)
         return node, np.concatenate([*spare, np.empty(0, np.int64)])
 
     def split(self, node: Node, length: int) -> Node:
@@ -506,6 +482,21 @@ class TieredRadixTree:
             index.add(node)
         else:
             index.discard(node)
+
+    def _child(self, node: Node, scope: PrefixScope, tokens: np.ndarray) -> Node:
+        """The child of ``node`` that begins like ``tokens``, cut to what they share; if there is none, a new
+        one for all of them, resident nowhere yet."""
+        key = self._key(node, scope, tokens, 0)
+        child = node.children.get(key)
+        if child is not None:
+            common = self.common(child.tokens, tokens)
+            return child if common == len(child) else self.split(child, common)
+        start = node.start + len(node)
+        child = Node(self._new_id(), node, scope, tokens.copy(), self.clock, start, key=key)
+        node.children[key] = child
+        self.nodes += 1
+        self.policy.created(child)
+        return child
 
     def _whole_pages(self, length: int) -> int:
         return length // self.page_size * self.page_size

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -196,9 +197,10 @@ class TieredCache:
 
     def unlock(self, node: Node) -> None:
         self.tree.unlock(node, Tier.DEVICE)
-        # What a full host gave up, or did not take, while it was in use here.
-        for member in reversed(list(self.tree.path(node))):
-            if not member.device_locks and member.host is ABSENT and member.doubt is Doubt.NONE:
+        # What a full host gave up, or did not take, while it was in use here: the end of the path.
+        missing = takewhile(lambda n: n.host is ABSENT, self.tree.path(node))
+        for member in reversed(list(missing)):
+            if not member.device_locks and member.doubt is Doubt.NONE:
                 self._mark_dirty(member)
 
     def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.residency import Doubt, Residency
-from hicache_ext.core.tree import Node
+from hicache_ext.core.tree import Insertion, Node
 from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
@@ -140,31 +140,40 @@ class HicacheExtCache(BasePrefixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         self.cache.unwant(req.rid)
-        origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
-        doubtful = req.last_node is not None and req.last_node.doubt is not Doubt.NONE
-        if origin is None or origin.era != self.cache.era or doubtful:
-            # Computed by older weights, or from a damaged page: its row stays its own.
-            return
         length = up_to // self.page_size * self.page_size
         tokens = _as_numpy(req.full_untruncated_fill_ids[:length])
-        length = len(tokens) // self.page_size * self.page_size
-        owned = req.kv.cache_protected_len
-        if length < owned:
-            # A stop before the end of the reused prefix: the tree holds more than this request could add.
+        done = self._publish_row(req, tokens, req.kv.req_pool_idx, req.kv.cache_protected_len)
+        if done is None:
             return
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        slots = row[:length].to(torch.int64, copy=True)
-        done = self.cache.insert(origin.scope, tokens[:length], slots)
-        if done.matched > owned:
-            # Someone else published these pages first: keep theirs, free ours.
-            self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
-            theirs = self.path_device_indices(done.node)[owned : done.matched]
-            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(owned, done.matched)), theirs)
+        length = len(tokens) // self.page_size * self.page_size
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, length)
         req.kv.cache_protected_len = length
         held, req.lock = req.lock, self.lock(done.node)
         self.unlock(held)
         req.last_node = done.node
+
+    def _publish_row(self, req: Any, tokens: np.ndarray, row: int, owned: int) -> Insertion | None:
+        """Put the whole pages of ``tokens``, computed in a request's row, into the tree; None if it may not.
+
+        ``owned`` tokens of the row are the tree's already. Where someone else has published the same pages
+        first, the row shows theirs afterwards and the request's own are free.
+        """
+        origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
+        doubtful = req.last_node is not None and req.last_node.doubt is not Doubt.NONE
+        if origin is None or origin.era != self.cache.era or doubtful:
+            # Computed by older weights, or from a damaged page: its row stays its own.
+            return None
+        length = len(tokens) // self.page_size * self.page_size
+        if length < owned:
+            # A stop before the end of the reused prefix: the tree holds more than this request could add.
+            return None
+        slots = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64, copy=True)
+        done = self.cache.insert(origin.scope, tokens[:length], slots)
+        if done.matched > owned:
+            self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
+            theirs = self.path_device_indices(done.node)[owned : done.matched]
+            self.req_to_token_pool.write((row, slice(owned, done.matched)), theirs)
+        return done
 
     def inc_lock_ref(self, node: Node) -> IncLockRefResult:
         before = self.cache.tree.evictable_tokens

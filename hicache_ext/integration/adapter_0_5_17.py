@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from hicache_ext.core.cache import TieredCache
-from hicache_ext.core.residency import Doubt
 from hicache_ext.core.tree import Node
 from hicache_ext.integration.adapter import HicacheExtCache, Origin, _as_numpy
 from hicache_ext.integration.early_loads import EarlyLoads
@@ -153,7 +152,7 @@ class HicacheExtCache0517(HicacheExtCache):
         tokens = _as_numpy(req.get_fill_ids())
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
         self._admitted(req)
-        self._publish(req, tokens, row)
+        self._publish(req, tokens)
         # The next chunk goes on from here without another match.
         req.prefix_indices = row.to(torch.int64, copy=True)
 
@@ -164,7 +163,7 @@ class HicacheExtCache0517(HicacheExtCache):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)]
         self._admitted(req)
         if is_insert and self._keep_finished:
-            self._publish(req, _as_numpy(ids), row)
+            self._publish(req, _as_numpy(ids))
         own = req.cache_protected_len
         self.token_to_kv_pool_allocator.free_segment(row[own:], start_pos=own)
         if req.last_node is not None:
@@ -187,36 +186,23 @@ class HicacheExtCache0517(HicacheExtCache):
             self.cache.stats.hit_host += hits.host
             self.cache.stats.hit_store += hits.store
 
-    def _publish(self, req: Any, tokens: np.ndarray, row: torch.Tensor) -> None:
-        """Put the whole pages of a request's row into the tree, unless they are doubtful.
-
-        ``row`` are the slots of ``tokens``; where someone else published the same pages first, the row shows
-        theirs afterwards and the request's own are free.
-        """
-        origin: Origin | None = getattr(req, "_hicache_ext_origin", None)
-        if origin is None or origin.era != self.cache.era or req.positional_embed_overrides is not None:
+    def _publish(self, req: Any, tokens: np.ndarray) -> None:
+        """Put the whole pages of a request's row into the tree, unless they are doubtful."""
+        if req.positional_embed_overrides is not None:
             return
-        if req.last_node is not None and req.last_node.doubt is not Doubt.NONE:
-            return
-        length = len(tokens) // self.page_size * self.page_size
         owned = req.cache_protected_len
-        if length < owned:
+        done = self._publish_row(req, tokens, req.req_pool_idx, owned)
+        if done is None:
             return
-        slots = row[:length].to(torch.int64, copy=True)
-        done = self.cache.insert(origin.scope, tokens[:length], slots)
-        if done.matched > owned:
-            self.token_to_kv_pool_allocator.free_segment(slots[owned : done.matched], start_pos=owned)
-            theirs = self.path_device_indices(done.node)[owned : done.matched]
-            self.req_to_token_pool.write((req.req_pool_idx, slice(owned, done.matched)), theirs)
-            if (pending := self.cache.pending_load(done.node)) > 0:
-                # Decoding waits for no load.
-                self.cache.start_loads()
-                self.cache.settle_loads(pending)
+        if done.matched > owned and (pending := self.cache.pending_load(done.node)) > 0:
+            # Decoding waits for no load.
+            self.cache.start_loads()
+            self.cache.settle_loads(pending)
         self.cache.lock(done.node)
         if req.last_node is not None:
             self.cache.unlock(req.last_node)
         req.last_node = done.node
-        req.cache_protected_len = length
+        req.cache_protected_len = len(tokens) // self.page_size * self.page_size
 
 
 def _computes(scheduler: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hicache_ext.core.header import Labels
 from hicache_ext.core.host_pages import HostPages
-from hicache_ext.core.page import PrefixScope, root_salt
+from hicache_ext.core.page import IDENTITY_BYTES, PrefixScope, root_salt
 from hicache_ext.core.remote import UNDONE, Query, Remote
 from hicache_ext.core.residency import Doubt, Residency, Tier
 from hicache_ext.core.tickets import Kind, TicketBook
@@ -48,7 +48,7 @@ class RemoteConfig:
 
 
 @dataclass
-class RemoteStats:
+class TierStats:
     """Counters since start; tokens unless the name says otherwise."""
 
     lookups: int = 0
@@ -93,7 +93,7 @@ class Fetch:
     pos: int = 0
     stop: int = 0
     anchor: Node | None = None
-    identities: np.ndarray = field(default_factory=lambda: np.empty((0, 16), np.uint8))
+    identities: np.ndarray = field(default_factory=lambda: np.empty((0, IDENTITY_BYTES), np.uint8))
     stale: bool = False
     """Nobody waits for it, or the weights have changed: what arrives is dropped."""
 
@@ -141,7 +141,7 @@ class RemoteTier:
         of what is not on the host on the path to a node."""
         self.remote = remote
         self.config = config
-        self.stats = RemoteStats()
+        self.stats = TierStats()
         self.usable = False
         """As all ranks agreed: a store is likely to answer, and the epoch is known."""
         self.epoch = 0
@@ -509,5 +509,5 @@ def _unwritten(node: Node) -> bool:
 def labels_of(tree: TieredRadixTree, nodes: list[Node], epoch: int) -> Labels:
     """Whose bytes the host pages of ``nodes`` hold, in order; computes identities that are not known yet."""
     joined = b"".join(b"".join(tree.identities(node)) for node in nodes)
-    identities = np.frombuffer(joined, dtype=np.uint8).reshape(-1, 16)
+    identities = np.frombuffer(joined, dtype=np.uint8).reshape(-1, IDENTITY_BYTES)
     return Labels(identities, tree.namespace, epoch)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.header import Reason
-from hicache_ext.core.remote_tier import RemoteStats as TierStats
+from hicache_ext.core.remote_tier import TierStats
 from hicache_ext.integration.recompute import Recompute
 from hicache_ext.integration.speeds import Stores
 from hicache_ext.transfer.choices import FaultKind

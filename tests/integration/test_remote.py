@@ -67,11 +67,22 @@ def stored(engine: Engine) -> int:
     return tier.stats.stored
 
 
+def having_stored(server: Make) -> Engine:
+    """A server whose store has ``prompt(40)``."""
+    engine = server()
+    engine.serve(prompt(40))
+    wait(engine, lambda: stored(engine) == 40)
+    return engine
+
+
+def restarted(server: Make) -> Engine:
+    """A server that finds ``prompt(40)`` in its store and nowhere else."""
+    having_stored(server)
+    return server()
+
+
 def test_kind_written_but_never_read_back_a_prompt_survives_a_restart(server: Make) -> None:
-    first = server()
-    first.serve(prompt(40))
-    wait(first, lambda: stored(first) == 40)
-    second = server()
+    second = restarted(server)
     req = second.request(prompt(43))
     assert not second.cache.fetch_ended(req), "it waits for its pages"
     wait(second, lambda: second.cache.fetch_ended(req))
@@ -86,10 +97,7 @@ def test_kind_written_but_never_read_back_a_prompt_survives_a_restart(server: Ma
 
 
 def test_what_was_fetched_is_not_written_again(server: Make) -> None:
-    first = server()
-    first.serve(prompt(40))
-    wait(first, lambda: stored(first) == 40)
-    second = server()
+    second = restarted(server)
     req = second.request(prompt(44))
     wait(second, lambda: second.cache.fetch_ended(req))
     second.forward(req, second.admit(req))
@@ -100,10 +108,7 @@ def test_what_was_fetched_is_not_written_again(server: Make) -> None:
 
 
 def test_kind_request_gone_state_stays_an_abort_during_its_fetch(server: Make) -> None:
-    first = server()
-    first.serve(prompt(40))
-    wait(first, lambda: stored(first) == 40)
-    second = server()
+    second = restarted(server)
     req = second.request(prompt(43))
     second.cache.release_aborted_request(CacheRequestHandle(req.rid, 0))
     assert second.cache.fetch_ended(req)
@@ -112,10 +117,7 @@ def test_kind_request_gone_state_stays_an_abort_during_its_fetch(server: Make) -
 
 
 def test_kind_stale_after_weight_update_other_weights_find_nothing_in_a_store(server: Make) -> None:
-    first = server()
-    first.serve(prompt(40))
-    wait(first, lambda: stored(first) == 40)
-    second = server()
+    second = restarted(server)
     second.cache.on_control(
         io_struct.UpdateWeightFromDiskReqInput(model_path="x", load_format=None, weight_version="v2")
     )
@@ -128,9 +130,7 @@ def test_kind_stale_after_weight_update_other_weights_find_nothing_in_a_store(se
 
 
 def test_a_flush_is_kept_by_the_store(server: Make) -> None:
-    first = server()
-    first.serve(prompt(40))
-    wait(first, lambda: stored(first) == 40)
+    first = having_stored(server)
     first.settle()
     first.cache.on_control(io_struct.FlushCacheReqInput())
     first.cache.reset()

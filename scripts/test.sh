@@ -16,7 +16,8 @@ Sets everything up (scripts/setup.sh), then runs ruff, mypy and the tests, on tw
 first part that fails.
 
   --fast      leave out the tests that start the SGLang server and those marked slow
-  --long      run also what is marked long: outages of stores one by one, ranks that share a store (20 minutes more)
+  --long      run also what is marked long: outages of stores one by one, ranks that share a store, further
+              combinations of flags under faults (25 minutes more)
   --fresh     set up from scratch
   -h, --help  this text
 
@@ -52,7 +53,7 @@ part() {
 # tests MARKERS: pytest's "no test collected" is no failure where the options chose tests of another part.
 tests() {
     local code=0
-    python -m pytest -q -m "$1" ${PYTEST[@]+"${PYTEST[@]}"} || code=$?
+    python -m pytest -q --durations=30 --durations-min=10 -m "$1" ${PYTEST[@]+"${PYTEST[@]}"} || code=$?
     [ "$code" -eq 0 ] || { [ "$code" -eq 5 ] && [ "${#PYTEST[@]}" -gt 0 ]; }
 }
 

@@ -37,6 +37,7 @@ from hicache_ext.core.policy import EvictionPolicy
 from hicache_ext.core.remote import Remote
 from hicache_ext.core.remote_tier import RemoteConfig, RemoteTier, labels_of
 from hicache_ext.core.residency import Doubt, Residency, Tier
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tick import NOTHING, CompletionQueue, Reduce, agree
 from hicache_ext.core.tickets import Kind, Ticket, TicketBook
 from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
@@ -139,6 +140,8 @@ class Stats:
     """Loaded from the host and refused: from the first page of a load that did not verify to its end."""
     load_declined: int = 0
     """On the host, but the device pool had no room to load it."""
+    load_slower: int = 0
+    """On the host, but sooner computed than loaded."""
     ticks: int = 0
     evict_waits: int = 0
     """Evictions that had to wait for copies in flight."""
@@ -157,12 +160,20 @@ class TieredCache:
         own: Callable[[Slots], Slots] = lambda run: run.copy(),
         reduce: Reduce | None = None,
         remote: Remote | None = None,
+        speeds: Speeds | None = None,
+        page_bytes: int = 0,
     ) -> None:
-        """``reduce`` is None with a single TP rank; see ``tick.agree``."""
+        """``reduce`` is None with a single TP rank; see ``tick.agree``.
+
+        With ``speeds``, ranks agree on them in every tick, and what is sooner computed than loaded is not
+        loaded; ``page_bytes`` is what a load moves of a page.
+        """
         self.config = config
         self.device = device
         self.transfers = transfers
         self.reduce = reduce
+        self.speeds = speeds
+        self.page_bytes = page_bytes
         self.host_pages = HostPages(config.host_pages)
         self.tree = TieredRadixTree(config.page_size, policy, namespace=namespace, own=own)
         self.tickets = TicketBook(self.tree)
@@ -214,18 +225,16 @@ class TieredCache:
     def load(self, node: Node, *, wait: bool = True) -> int:
         """Reserve device pages for the host-only part of the path to ``node`` and queue the copy.
 
-        All or nothing: returns the tokens that will be on the device, 0 if there was no room. The copy
-        starts with ``start_loads``; whoever reads the pages waits for it there. Without ``wait``, room that
-        backups in flight would leave does not count.
+        All or nothing: returns the tokens that will be on the device, 0 if there was no room, or computing
+        them is sooner. The copy starts with ``start_loads``; whoever reads the pages waits for it there.
+        Without ``wait``, room that backups in flight would leave does not count.
         """
-        nodes = []
-        for member in self.tree.path(node):
-            if member.device is not ABSENT:
-                break
-            nodes.append(member)
-        nodes.reverse()
-        tokens = sum(len(n) for n in nodes)
+        nodes = list(takewhile(lambda n: n.device is ABSENT, self.tree.path(node)))[::-1]
+        tokens = sum(map(len, nodes))
         if not nodes:
+            return 0
+        if not self.worth_loading(nodes[0].start, tokens):
+            self.stats.load_slower += tokens
             return 0
         above = nodes[0].parent
         assert above is not None
@@ -246,13 +255,40 @@ class TieredCache:
         self.tree.unlock(node, Tier.HOST)
         return tokens if slots is not None else 0
 
-    def want(self, rid: str, scope: PrefixScope, tokens: np.ndarray) -> Match:
-        """A request entered the queue: what it has matched is not evicted before what nobody waits for."""
+    def worth_loading(self, start: int, tokens: int) -> bool:
+        """Whether ``tokens`` behind ``start`` others are sooner loaded from the host than computed.
+
+        All or none is right: of a prefix, later tokens are dearer to compute and not dearer to load. Loads
+        queued before do not count: the batch waits for those anyway.
+        """
+        if self.speeds is None:
+            return True
+        rates = self.speeds.agreed
+        return rates.load(tokens * self.page_bytes // self.config.page_size) < rates.recompute(start, tokens)
+
+    def want(self, rid: str, scope: PrefixScope, tokens: np.ndarray, ahead: float = 0.0) -> Match:
+        """A request entered the queue: what it has matched is not evicted before what nobody waits for.
+
+        ``ahead``: seconds that it is expected to wait for others; of use to a remote tier.
+        """
         match = self.tree.match(scope, tokens, touch=False)
         self.tree.want(rid, match.host_node)
         if self.remote is not None:
-            self.remote.ask(rid, scope, tokens, match)
+            self.remote.ask(rid, scope, tokens, match, ahead)
         return match
+
+    def want_again(self, rid: str, scope: PrefixScope, tokens: np.ndarray) -> None:
+        """Others have computed since: find out what a queued request matches now. Asks no store."""
+        self.tree.want(rid, self.tree.match(scope, tokens, touch=False).host_node)
+
+    def turn_came(self, rid: str) -> None:
+        """A queued request could be admitted if nothing of it were on its way from a store."""
+        if self.remote is not None:
+            self.remote.turn_came(rid)
+
+    def coming(self, rid: str) -> int:
+        """Tokens on their way from a store for a queued request, as far as is known."""
+        return 0 if self.remote is None else self.remote.coming(rid)
 
     def waits(self, rid: str) -> bool:
         """Whether pages of a queued request are on their way from a store; never for longer than planned."""
@@ -551,16 +587,20 @@ class TieredCache:
 
     def _apply_agreed(self, limit: int) -> int:
         """Returns the highest epoch that is known to any server that shares a store."""
+        speeds = NOTHING if self.speeds is None else self.speeds.vector()
+        remote = NOTHING if self.remote is None else self.remote.vector()
         agreed = agree(
             (self.transfers.backups, self._applied[Kind.BACKUP]),
             (self.transfers.loads, self._applied[Kind.LOAD]),
             limit,
             self.reduce,
-            NOTHING if self.remote is None else self.remote.vector(),
+            np.concatenate([speeds, remote]),
         )
         self._apply_backups(agreed.backups)
         self._apply_loads(agreed.loads, agreed.bad_page)
-        return 0 if self.remote is None else self.remote.apply(agreed.extra)
+        if self.speeds is not None:
+            self.speeds.adopt(agreed.extra[: len(speeds)])
+        return 0 if self.remote is None else self.remote.apply(agreed.extra[len(speeds) :])
 
     def _apply_backups(self, upto: int) -> None:
         for seq in range(self._applied[Kind.BACKUP] + 1, upto + 1):

@@ -177,18 +177,6 @@ class Planner:
         self._lock = threading.Lock()
         self._stores = {name: _StoreState(self.settings.credit) for name in speeds.measured.stores}
 
-    # Host to device: on the scheduler thread, equal on all ranks
-
-    def worth_loading(self, start: int, tokens: int, queued_bytes: int = 0) -> bool:
-        """Whether ``tokens`` behind ``start`` others are sooner loaded from the host than computed.
-
-        All or none is right: of a prefix, later tokens are dearer to compute and not dearer to load. So only
-        the bytes queued before it can speak against loads that are worth it otherwise.
-        """
-        rates = self.speeds.agreed
-        nbytes = queued_bytes + tokens * self.page_bytes // self.page_tokens
-        return rates.load(nbytes) < rates.recompute(start, tokens)
-
     # Stores: on worker threads
 
     def plan_lookup(

@@ -69,6 +69,8 @@ class Query:
     skip: int
     namespace: bytes
     epoch: int
+    ahead: float = 0.0
+    """Seconds that the request is expected to wait for others anyway."""
 
 
 class Remote(Protocol):
@@ -95,6 +97,10 @@ class Remote(Protocol):
 
     def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:
         """Read a window of pages into host pages, and verify that they are what ``labels`` says."""
+        ...
+
+    def turn_came(self, lookup: int) -> None:
+        """The request could be admitted now: from here on it waits for stores only. May be called again."""
         ...
 
     def cancel(self, lookup: int) -> None:

@@ -168,14 +168,31 @@ class RemoteTier:
 
     # A queued request
 
-    def ask(self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match) -> None:
-        """Look for what ``tokens`` continues after ``match``, unless it is already on its way."""
+    def ask(self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match, ahead: float = 0.0) -> None:
+        """Look for what ``tokens`` continues after ``match``, unless it is already on its way.
+
+        ``ahead``: seconds that the request is expected to wait for others; may differ between ranks.
+        """
         self.forget(rid)
-        self._join(rid, scope, tokens, match)
+        self._join(rid, scope, tokens, match, ahead)
 
     def waits(self, rid: str) -> bool:
         """Whether pages of this request are on their way."""
         return rid in self._fetches
+
+    def turn_came(self, rid: str) -> None:
+        """The request could be admitted if nothing of it were on its way."""
+        fetch = self._fetches.get(rid)
+        if fetch is not None:
+            self.remote.turn_came(fetch.seq)
+
+    def coming(self, rid: str) -> int:
+        """Tokens that a store has and will have brought before the request can be admitted, if all goes well;
+        0 as long as no store has answered."""
+        fetch = self._fetches.get(rid)
+        if fetch is None:
+            return 0
+        return max(min(fetch.stop, fetch.rids[rid].shared) - max(fetch.pos, fetch.start), 0)
 
     def fetching(self) -> bool:
         """Whether any request waits."""
@@ -308,7 +325,9 @@ class RemoteTier:
 
     # Internals
 
-    def _join(self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match) -> None:
+    def _join(
+        self, rid: str, scope: PrefixScope, tokens: np.ndarray, match: Match, ahead: float = 0.0
+    ) -> None:
         if not self.usable:
             return
         size = self._tree.page_size
@@ -324,11 +343,11 @@ class RemoteTier:
             fetch = Fetch(self._lookup_seq, rid, scope, own, start, {}, head)
             self._lookups[fetch.seq] = self._heads[head] = fetch
             self.stats.lookups += 1
-            self.remote.lookup(fetch.seq, self._query(scope, own, match.host_node, start))
+            self.remote.lookup(fetch.seq, self._query(scope, own, match.host_node, start, ahead))
         fetch.rids[rid] = Waiting(own, self._tree.common(own, fetch.tokens))
         self._fetches[rid] = fetch
 
-    def _query(self, scope: PrefixScope, tokens: np.ndarray, node: Node, start: int) -> Query:
+    def _query(self, scope: PrefixScope, tokens: np.ndarray, node: Node, start: int, ahead: float) -> Query:
         """Hashes nothing: the chain is taken up where the tree has hashed last."""
         above = next((n for n in self._tree.path(node) if n.identities is not None), None)
         hashed = 0 if above is None else above.start + len(above)
@@ -336,7 +355,7 @@ class RemoteTier:
         if above is not None and above.identities:
             parent = above.identities[-1]
         skip = (start - hashed) // self._tree.page_size
-        return Query(parent, tokens[hashed:], start, skip, self._tree.namespace, self.epoch)
+        return Query(parent, tokens[hashed:], start, skip, self._tree.namespace, self.epoch, ahead)
 
     def _apply_lookup(self, fetch: Fetch, pages: int) -> None:
         tree, size = self._tree, self._tree.page_size

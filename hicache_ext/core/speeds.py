@@ -32,6 +32,9 @@ PREFILL_QUANTILE = 1 / 3
 """Passes are measured too long more often than too short, and a prefill thought too dear means a wait."""
 RATE_QUANTILE = 1 / 2
 
+MEASURED_BYTES = 1 << 20
+"""A smaller load is mostly fixed cost too."""
+
 _SCALE_UNIT = 1e-9
 _SECOND = 1_000_000_000
 
@@ -171,9 +174,10 @@ class Speeds:
 
     def observed_load(self, nbytes: int, seconds: float, now: float) -> None:
         """A load from the host to the device took so long."""
+        if nbytes < MEASURED_BYTES or seconds <= 0:
+            return
         with self._lock:
-            if nbytes > 0 and seconds > 0:
-                self._load.add(nbytes / seconds, nbytes, now)
+            self._load.add(nbytes / seconds, nbytes, now)
             self._measured = self._rates()
 
     def observed_fetch(self, store: str, nbytes: int, seconds: float, now: float) -> None:

@@ -1,8 +1,8 @@
 """SGLang 0.5.23's prefix-cache interface over ``TieredCache``.
 
 SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
-``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``on_batch_result``, ``on_control``,
-``fetch_ended``, ``transfers_idle``) come from the patch series.
+``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``order_queue``, ``fetch_ended``,
+``on_batch_result``, ``on_control``, ``transfers_idle``) come from the patch series.
 
 A request's pages belong to the era and the scope it was matched in (its *origin*): what it computed is
 published there or not at all.
@@ -30,14 +30,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.residency import Doubt, Residency
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tree import Insertion, Node
 from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
+from hicache_ext.integration.queue import Queue, reusable
 from hicache_ext.integration.recompute import Recompute
 from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
-from hicache_ext.integration.speeds import PrefillClock, Stores
+from hicache_ext.integration.speeds import LoadClock, PrefillClock, Stores
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
@@ -70,6 +72,9 @@ class HicacheExtCache(BasePrefixCache):
         counter: LayerCounter,
         settings: Settings,
         versions: WeightVersions,
+        speeds: Speeds,
+        *,
+        order_by_cost: bool = False,
         stores: Stores | None = None,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
@@ -85,7 +90,8 @@ class HicacheExtCache(BasePrefixCache):
         self._adapters = Adapters()
         self._flush_asked = False
         self._worked = False
-        self._prefills = None if stores is None else PrefillClock(stores.planner)
+        self._queue = Queue(cache, speeds, order_by_cost)
+        self._prefills, self._loads = PrefillClock(speeds), LoadClock(speeds, engine)
         self._check_every = settings.check_every
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.token_to_kv_pool_allocator.device)
         self._metrics: Metrics | None = None
@@ -123,9 +129,8 @@ class HicacheExtCache(BasePrefixCache):
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         # Called once per admission, when the request's hits are final.
         fetched = self.cache.take_arrived(req.rid)
-        self.cache.unwant(req.rid)
-        if self._prefills is not None:
-            self._prefills.admitted(req)
+        self._left_queue(req.rid)
+        self._prefills.admitted(req)
         if not req.retracted_stain:
             loaded = min(req.host_loaded_length, req.prefix_len)
             fetched = min(fetched, loaded)
@@ -139,7 +144,7 @@ class HicacheExtCache(BasePrefixCache):
     # A request's pages
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        self.cache.unwant(req.rid)
+        self._left_queue(req.rid)
         length = up_to // self.page_size * self.page_size
         tokens = _as_numpy(req.full_untruncated_fill_ids[:length])
         done = self._publish_row(req, tokens, req.kv.req_pool_idx, req.kv.cache_protected_len)
@@ -187,29 +192,40 @@ class HicacheExtCache(BasePrefixCache):
 
     def on_request_queued(self, req: Any) -> None:
         """A request entered the waiting queue, for the first time or again."""
-        if req.positional_embed_overrides is not None:
-            return
-        ids = req.origin_input_ids + req.output_ids
-        # The last token is always computed, so the page it completes is never reused.
-        tokens = _as_numpy(ids)[: max(len(ids) - 1, 0)]
-        salt = getattr(req, "cache_salt", None)
-        self.cache.want(req.rid, self._scope(req.extra_key, salt, req.lora_id), tokens)
+        scope = None
+        if req.positional_embed_overrides is None:
+            scope = self._scope(req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
+            tokens = reusable(req)
+            # No store, nobody to wait for.
+            ahead = 0.0 if self.stores is None else self._queue.ahead(len(tokens))
+            self.cache.want(req.rid, scope, tokens, ahead)
+        self._queue.add(req, scope)
+
+    def order_queue(self, waiting: list[Any]) -> None:
+        """The next prefill batch is about to be chosen from ``waiting``, first come first served."""
+        self._queue.sort(waiting)
 
     def fetch_ended(self, req: Any) -> bool:
-        """Whether a queued request can be scheduled: nothing of it is on its way from a store."""
-        return not self.cache.waits(req.rid)
+        """A queued request's turn has come: whether nothing of it is on its way from a store."""
+        if not self.cache.waits(req.rid):
+            return True
+        self.cache.turn_came(req.rid)
+        return False
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
-        self.cache.unwant(handle.rid)
+        self._left_queue(handle.rid)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        self.cache.unwant(req.rid)
+        self._left_queue(req.rid)
+
+    def _left_queue(self, rid: str) -> None:
+        self.cache.unwant(rid)
+        self._queue.remove(rid)
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
         self._worked = True
-        if self._prefills is not None:
-            self._prefills.result(batch)
+        self._queue.computed(self._prefills.result(batch))
         self.cache.settle_loads(batch.hicache_consumer_index)
         if self.cache.tree.condemned:
             self.recompute.take_back(scheduler, batch)
@@ -276,8 +292,8 @@ class HicacheExtCache(BasePrefixCache):
             time.sleep(_YIELD_S)
         self._worked = False
         start = time.perf_counter()
-        if self._prefills is not None:
-            self._prefills.step()
+        self._prefills.step()
+        self._loads.step()
         self.cache.tick()
         self.recompute.settle(between_steps=True)
         self.cache.flush_backups()

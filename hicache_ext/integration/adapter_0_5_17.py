@@ -60,8 +60,8 @@ class HicacheExtCache0517(HicacheExtCache):
 
     recompute_class = Recompute0517
 
-    def __init__(self, params: Any, cache: TieredCache, engine: Engine, *args: Any) -> None:
-        super().__init__(params, cache, engine, *args)
+    def __init__(self, params: Any, cache: TieredCache, engine: Engine, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, cache, engine, *args, **kwargs)
         self._keep_finished = not params.disable_finished_insert
         page_bytes = self.host.layout.page_bytes
         self._early = EarlyLoads(cache, self.token_to_kv_pool_allocator.size, page_bytes)
@@ -82,8 +82,7 @@ class HicacheExtCache0517(HicacheExtCache):
             req._hicache_ext_origin = Origin(self.cache.era, scope)
             req._hicache_ext_hits = Hits(match.device_len)
             self._matched[req.rid] = req
-            if self._prefills is not None:
-                self._prefills.admitted(req)
+            self._prefills.admitted(req)
         return MatchResult(
             device_indices=self.path_device_indices(match.device_node),
             last_device_node=match.device_node,
@@ -176,7 +175,7 @@ class HicacheExtCache0517(HicacheExtCache):
 
     def _admitted(self, req: Any) -> None:
         """The first call for a request after its admission, when its hits are final."""
-        self.cache.unwant(req.rid)
+        self._left_queue(req.rid)
         hits: Hits | None = getattr(req, "_hicache_ext_hits", None)
         if hits is None:
             return

@@ -13,7 +13,6 @@ import torch
 from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
 from hicache_ext.core.header import Integrity
 from hicache_ext.core.planner import ALWAYS, Planner, PlanSettings
-from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import make_policy
 from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tick import Reduce
@@ -21,10 +20,11 @@ from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, check_patches, se
 from hicache_ext.integration.namespace import WeightVersions, namespace_of
 from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
+from hicache_ext.integration.queue import QueueOrder
 from hicache_ext.integration.release import adapter_class, parallel_sizes
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
-from hicache_ext.integration.speeds import Stores, prefill_costs
+from hicache_ext.integration.speeds import Stores, agreed_speeds, load_bandwidth, prefill_costs
 from hicache_ext.remote.engine import scratch_pages
 from hicache_ext.remote.open import open_remote
 from hicache_ext.remote.planning import STORE
@@ -98,6 +98,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
         # Dropped at once, so that its buffers on the device serve the next engine.
         with closing(engine_with(None)) as trial:
             prove_layout(pool, kv, trial, host, integrity)
+            bandwidth = load_bandwidth(kv, host, trial)
         del trial
     except SettingsError:
         raise
@@ -114,9 +115,16 @@ def _build(ctx: Any, settings: Settings) -> Any:
     granule = min(settings.evict_granule, max(allocator.size // 64, params.page_size))
     namespace = namespace_of(ctx.server_args, ctx.model_config, kv.layout, str(pool.dtype))
     versions = WeightVersions(namespace, getattr(ctx.server_args, SERVER_ID_ATTRIBUTE))
+    names = [STORE] if settings.remote else []
+    speeds = agreed_speeds(prefill_costs(ctx), bandwidth, kv.layout, names, reduce)
+    logger.info(
+        "hicache-ext: a token takes at least %.1f us to compute and about %.2f us to load from the host",
+        1e6 * speeds.costs.token,
+        1e6 * speeds.costs.load,
+    )
     stores = None
     if settings.remote:
-        stores = open_stores(settings, ctx, kv, host, Seal(kv.layout, integrity))
+        stores = open_stores(settings, ctx, kv, host, Seal(kv.layout, integrity), speeds)
     cache = TieredCache(
         CacheConfig(
             page_size=params.page_size,
@@ -130,7 +138,7 @@ def _build(ctx: Any, settings: Settings) -> Any:
             device_tokens=allocator.size,
             host_tokens=pages * params.page_size,
             page_size=params.page_size,
-            costs=CostModel(),
+            costs=speeds.costs,
         ),
         SlotPool(allocator),
         engine,
@@ -138,16 +146,32 @@ def _build(ctx: Any, settings: Settings) -> Any:
         own=torch.Tensor.clone,
         reduce=reduce,
         remote=None if stores is None else stores.engine,
+        speeds=speeds,
+        page_bytes=kv.layout.page_bytes,
     )
-    return adapter(params, cache, engine, host, counter, settings, versions, stores)
+    args = ctx.server_args
+    by_cost = QueueOrder(settings.queue_order).replaces(args.schedule_policy, args.enable_priority_scheduling)
+    return adapter(
+        params,
+        cache,
+        engine,
+        host,
+        counter,
+        settings,
+        versions,
+        speeds,
+        order_by_cost=by_cost,
+        stores=stores,
+    )
 
 
-def open_stores(settings: Settings, ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal) -> Stores:
+def open_stores(
+    settings: Settings, ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal, speeds: Speeds
+) -> Stores:
     """The remote tier of this rank. Raises SettingsError if a store cannot be used as asked."""
     from sglang.srt.runtime_context import get_parallel
 
     layout = kv.layout
-    speeds = Speeds(prefill_costs(ctx), [STORE])
     rules = ALWAYS if settings.fetch == "always" else PlanSettings()
     planner = Planner(speeds, layout.page_size, layout.page_bytes, rules)
     shard, dp = head_shard(ctx), get_parallel()

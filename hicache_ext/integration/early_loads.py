@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hicache_ext.core.cache import TieredCache
 from hicache_ext.core.residency import Residency
@@ -113,13 +114,10 @@ class EarlyLoads:
             self._seq = cache.start_loads()
 
     def _missing(self, rid: str) -> int:
-        """Tokens that a queued request has on the host only."""
+        """Tokens that a queued request has on the host only, and that are worth loading."""
         node = self._cache.tree.waiting.get(rid)
-        tokens = 0
         if rid in self._ahead or node is None:
             return 0
-        for member in self._cache.tree.path(node):
-            if member.device is not Residency.ABSENT:
-                break
-            tokens += len(member)
-        return tokens
+        absent = list(takewhile(lambda n: n.device is Residency.ABSENT, self._cache.tree.path(node)))
+        tokens = sum(map(len, absent))
+        return tokens if tokens and self._cache.worth_loading(absent[-1].start, tokens) else 0

@@ -55,6 +55,7 @@ class Metrics:
         self._evicted = counter("evicted_tokens", "Tokens evicted from a tier.", "tier")
         self._lost = counter("lost_tokens", "Tokens evicted from the device that were on no other tier.")
         self._declined = counter("declined_tokens", "Tokens not copied for lack of room.", "direction")
+        self._slower = counter("slower_tokens", "Tokens on the host that were sooner computed than loaded.")
         self._failed = counter("failed_backup_tokens", "Tokens whose copy to the host failed.")
         self._refused = counter("refused_pages", "Pages that did not verify when they came back.", "reason")
         self._checks = counter("integrity_seconds", "Time of CPU threads spent on headers and checksums.")
@@ -110,6 +111,7 @@ class Metrics:
         self._count(self._lost, stats.evicted_lost)
         self._count(self._declined, stats.backup_declined + stats.backup_refused, direction="device_to_host")
         self._count(self._declined, stats.load_declined, direction="host_to_device")
+        self._count(self._slower, stats.load_slower)
         self._count(self._failed, counts.failed_backups * page)
         for reason in Reason:
             self._count(self._refused, counts.refused[reason], reason=reason.value)

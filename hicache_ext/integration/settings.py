@@ -11,6 +11,7 @@ from typing import Any
 from hicache_ext.core.cache import WritePolicy
 from hicache_ext.core.header import Integrity
 from hicache_ext.core.policy.make import NAMES as POLICIES
+from hicache_ext.integration.queue import QueueOrder
 from hicache_ext.stores.base import GB as GB
 from hicache_ext.stores.base import StoreError
 from hicache_ext.stores.urls import parse_urls
@@ -39,8 +40,10 @@ class Settings:
     """Damage pages on purpose, see ``transfer.faults.parse_plan``; None is off."""
     copy_backend: str = CopyBackendName.AUTO.value
     """``auto``, ``staged``, ``triton`` or ``torch``; see ``transfer.backends``."""
-    eviction_policy: str = "lru"
+    eviction_policy: str = "cost"
     """One of ``core.policy.make.NAMES``: what leaves a tier first, and what a full host takes."""
+    queue_order: str = QueueOrder.AUTO.value
+    """``auto``, ``cost`` or ``engine``: who is served first; see ``integration.queue``."""
     evict_granule: int = 512
     """Tokens: longer runs are evicted in parts of about this length."""
     backup_limit: int = 65536
@@ -78,6 +81,7 @@ _EXPECTED = {
     "inject_faults": "string like tier=host,rate=0.01",
     "copy_backend": f"string, one of {', '.join(CopyBackendName)}",
     "eviction_policy": f"string, one of {', '.join(POLICIES)}",
+    "queue_order": f"string, one of {', '.join(QueueOrder)}",
     "evict_granule": "positive whole number",
     "backup_limit": "positive whole number",
     "metrics_interval": "positive number",
@@ -110,6 +114,8 @@ def _fits(key: str, value: Any) -> bool:
         return value in list(CopyBackendName)
     if key == "eviction_policy":
         return value in POLICIES
+    if key == "queue_order":
+        return value in list(QueueOrder)
     if key == "inject_faults":
         return isinstance(value, str)
     if key in ("host_gb", "metrics_interval"):

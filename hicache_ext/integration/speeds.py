@@ -1,18 +1,31 @@
-"""What prefill costs on this server, before any was seen."""
+"""How fast this server is: measured at start, and tracked while it serves."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from hicache_ext.core.header import NAMESPACE_BYTES, Labels
+from hicache_ext.core.page import IDENTITY_BYTES
 from hicache_ext.core.planner import Planner
 from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.speeds import Speeds
+from hicache_ext.core.tick import Reduce
 from hicache_ext.remote.engine import RemoteEngine
+from hicache_ext.transfer.device_kv import DeviceKV
+from hicache_ext.transfer.engine import Engine
+from hicache_ext.transfer.host_pool import HostPagePool
+from hicache_ext.transfer.layout import PageLayout
 
 _ROWS = 512
 _RUNS = 3
+_LOAD_BYTES = 64 << 20
+_UNIT = 1e-15
+"""Seconds, in which ranks agree on costs."""
 
 
 def prefill_costs(ctx: Any) -> CostModel:
@@ -43,6 +56,40 @@ def matmul_speed(device: torch.device, dtype: torch.dtype, hidden: int) -> float
     return 2 * _ROWS * hidden * 4 * hidden / best
 
 
+def load_bandwidth(kv: DeviceKV, host: HostPagePool, engine: Engine) -> float:
+    """Bytes per second from the host to the device, by loads of up to 64 MB, checks included.
+
+    The KV pool and the host pool must be empty; ``engine`` is one of its own.
+    """
+    layout = kv.layout
+    size = layout.page_size
+    device_pages = kv.buffers[0][0].shape[0] // size - 1
+    count = max(min(device_pages, host.pages, _LOAD_BYTES // layout.page_bytes), 1)
+    pages = np.arange(count)
+    slots = [torch.arange(count * size, device=kv.device)]
+    names = np.zeros((count, IDENTITY_BYTES), np.uint8)
+    names[:, :8] = pages.astype("<i8").view(np.uint8).reshape(count, 8)
+    labels = Labels(names, bytes(NAMESPACE_BYTES), 0)
+    engine.backup(engine.backups.done() + 1, slots, pages, labels)
+    engine.drain()
+    engine.take_load_times()
+    for _ in range(_RUNS):
+        engine.load(engine.loads.done() + 1, pages, slots, labels)
+        engine.drain()
+    return count * layout.page_bytes / min(seconds for _, seconds in engine.take_load_times())
+
+
+def agreed_speeds(
+    costs: CostModel, load_bandwidth: float, layout: PageLayout, stores: list[str], reduce: Reduce | None
+) -> Speeds:
+    """What all ranks start from: of what they have measured, the cheapest prefill and the slowest load."""
+    mine = np.array([costs.token / _UNIT, costs.depth / _UNIT, load_bandwidth]).astype(np.int64)
+    token, depth, bandwidth = (mine if reduce is None else reduce(mine)).tolist()
+    load = layout.page_bytes / layout.page_size / bandwidth
+    agreed = replace(costs, token=token * _UNIT, depth=depth * _UNIT, load=load, store=load)
+    return Speeds(agreed, stores, load_bandwidth=float(bandwidth))
+
+
 class Stores(NamedTuple):
     """The remote tier of a rank."""
 
@@ -50,35 +97,48 @@ class Stores(NamedTuple):
     planner: Planner
 
 
+class LoadClock:
+    """Measures what loads from the host take."""
+
+    def __init__(self, speeds: Speeds, engine: Engine) -> None:
+        self._speeds = speeds
+        self._engine = engine
+
+    def step(self) -> None:
+        for nbytes, seconds in self._engine.take_load_times():
+            self._speeds.observed_load(nbytes, seconds, time.monotonic())
+
+
 class PrefillClock:
-    """Tells the planner what prefill takes, from what the scheduler does anyway.
+    """Measures what prefill takes, from what the scheduler does anyway.
 
     A pass begins when its last request is admitted or the pass before it has ended, whichever is later. It
     has ended by the scheduler step after its result was processed.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
         self._last_end = 0.0
         self._ending: tuple[float, list[tuple[int, int]]] | None = None
 
     def admitted(self, req: Any) -> None:
         req._hicache_ext_admitted = time.monotonic()
 
-    def result(self, batch: Any) -> None:
-        """The result of ``batch`` is about to be processed."""
+    def result(self, batch: Any) -> int:
+        """The result of ``batch`` is about to be processed; returns how many prompt tokens it computed."""
         if not batch.forward_mode.is_extend() or batch.prefix_lens is None or batch.extend_lens is None:
-            return
+            return 0
         begun = max((getattr(req, "_hicache_ext_admitted", 0.0) for req in batch.reqs), default=0.0)
         parts = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
         self._ending = (begun, parts)
+        return sum(batch.extend_lens)
 
     def step(self) -> None:
         if self._ending is None:
             return
         (begun, parts), self._ending = self._ending, None
         now = time.monotonic()
-        self._planner.speeds.observed_pass(parts, now - max(begun, self._last_end), now)
+        self._speeds.observed_pass(parts, now - max(begun, self._last_end), now)
         self._last_end = now
 
 

@@ -135,6 +135,10 @@ class RemoteEngine:
     def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:
         self._fetches.start(seq, self._lookups[lookup], pages, labels)
 
+    def turn_came(self, lookup: int) -> None:
+        if (earlier := self._lookups.turn_came(lookup)) is not None:
+            self._fetches.hurry(earlier)
+
     def cancel(self, lookup: int) -> None:
         self._lookups.cancel(lookup)
 

@@ -87,6 +87,12 @@ class Fetches:
         job = self._pool.submit(partial(self._run, window))
         self._context.alarms.at(plan.deadline, partial(self._due, window, job))
 
+    def hurry(self, lookup: Lookup) -> None:
+        """The deadline of the lookup's plan is earlier now."""
+        for window in lookup.windows:
+            if not window.arrival.given:
+                self._context.alarms.at(window.plan.deadline, partial(self._overdue, window))
+
     def close(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         for pool in (self._pool, self._removers):
@@ -190,6 +196,11 @@ class Fetches:
             return
         self._answer(window)
         self._context.alarms.at(time.monotonic() + REPLACE_S, partial(self._replace, window, job))
+
+    def _overdue(self, window: Window) -> None:
+        """As ``_due``, which still comes at the old deadline and sees to the thread."""
+        if window.plan.deadline <= time.monotonic():
+            self._answer(window)
 
     def _replace(self, window: Window, job: Job[None]) -> None:
         if self._pool.give_up(job) and job.future.cancelled():

@@ -44,6 +44,8 @@ class Lookup:
 
     query: Query
     answer: Answer
+    asked: LookupPlan | None = None
+    """If the request waits for the answer."""
     identities: np.ndarray = field(default_factory=lambda: _NONE)
     plan: FetchPlan | None = None
     """Once it was answered with pages."""
@@ -105,8 +107,9 @@ class Lookups:
         asked = None
         tokens = len(query.tokens) - query.skip * self._page_size
         if tokens > 0 and not is_local(query.epoch) and context.ready():
-            asked = context.planner.plan_lookup(STORE, query.start, tokens, now)
+            asked = context.planner.plan_lookup(STORE, query.start, tokens, now, ahead=query.ahead)
         waits = asked is not None and asked.deadline > asked.started
+        lookup.asked = asked if waits else None
         context.stats.count(lookups=1, lookups_skipped=not waits)
         if not waits:
             lookup.answer.give(0)
@@ -119,6 +122,22 @@ class Lookups:
         job = self._pool.submit(partial(self._run, lookup, asked, until, waits))
         context.alarms.at(until, partial(self._late, lookup))
         context.alarms.at(until + REPLACE_S, partial(self._replace, job, asked, waits))
+
+    def turn_came(self, seq: int) -> Lookup | None:
+        """The request could be admitted now, so its deadline may be earlier; the lookup if that is so for its
+        fetch."""
+        lookup = self._known[seq]
+        plan = lookup.plan
+        if plan is None and (asked := lookup.asked) is not None:
+            before = asked.deadline
+            self._context.planner.turn_came(asked, time.monotonic())
+            if asked.deadline < before:
+                self._context.alarms.at(asked.deadline, partial(self._late, lookup))
+        if plan is None:
+            return None
+        before = plan.deadline
+        self._context.planner.turn_came(plan, time.monotonic())
+        return lookup if plan.deadline < before else None
 
     def cancel(self, seq: int) -> None:
         lookup = self._known[seq]
@@ -159,8 +178,8 @@ class Lookups:
         self._context.stats.count(pages_found=len(identities))
         if not answered or not len(identities) or (waits and lookup.answer.given):
             return
-        since = asked.started if waits else None
-        plan = planner.plan_fetch(STORE, query.start, len(identities), now, since=since)
+        since, ahead = (asked.started, asked.ahead) if waits else (None, 0.0)
+        plan = planner.plan_fetch(STORE, query.start, len(identities), now, since=since, ahead=ahead)
         if not plan.pages:
             return
         if not (waits and plan.wait):

@@ -132,9 +132,9 @@ class TorchBackend:
         return torch.zeros(shape, dtype=torch.uint8, device=self.kv.device)
 
 
-def recorded() -> torch.cuda.Event:
-    """An event in the current stream."""
-    event = torch.cuda.Event()
+def recorded(*, timed: bool = False) -> torch.cuda.Event:
+    """An event in the current stream; between two that are timed, the time can be asked for."""
+    event = torch.cuda.Event(enable_timing=timed)
     event.record()
     return event
 

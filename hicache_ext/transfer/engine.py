@@ -63,6 +63,10 @@ class Engine(Protocol):
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None: ...
     def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None: ...
+    def take_load_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of each load that has ended since the last call, without its wait for others."""
+        ...
+
     def poll(self) -> None: ...
     def wait_loads(self, seq: int) -> None: ...
     def drain(self) -> None: ...
@@ -124,6 +128,7 @@ class ThreadEngine:
         self.signal = ThreadSignal()
         self.counts = Counts()
         self.announces = True
+        self._load_times: deque[tuple[int, float]] = deque()
         self._to_host = _Worker("hicache-ext-backup")
         self._to_device = _Worker("hicache-ext-load")
 
@@ -132,6 +137,9 @@ class ThreadEngine:
 
     def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
         self._to_device.submit(lambda: self._load(seq, pages, torch.cat(slots), labels))
+
+    def take_load_times(self) -> list[tuple[int, float]]:
+        return [self._load_times.popleft() for _ in range(len(self._load_times))]
 
     def poll(self) -> None:
         pass
@@ -172,6 +180,7 @@ class ThreadEngine:
     def _load(self, seq: int, pages: np.ndarray, slots: torch.Tensor, labels: Labels) -> None:
         layout = self.kv.layout
         bad: int | None = None
+        started = time.perf_counter()
         try:
             if self.faults is not None:
                 self.faults.at_rest(self.host.buffer, pages)
@@ -195,6 +204,7 @@ class ThreadEngine:
             self.counts.refused[Reason.COPY] += len(pages)
             bad = 0
             self.signal.advance(seq, layout.layers - 1)
+        self._load_times.append((len(pages) * layout.page_bytes, time.perf_counter() - started))
         self.loads.post(seq, bad)
 
     def _verify(self, pages: np.ndarray, labels: Labels) -> torch.Tensor:
@@ -211,9 +221,10 @@ class ThreadEngine:
 @dataclass
 class _Load:
     """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed; None
-    if the copy raised."""
+    if the copy raised. Both events are timed."""
 
     seq: int
+    begun: torch.cuda.Event
     ended: torch.cuda.Event
     pages: np.ndarray
     labels: Labels
@@ -249,6 +260,7 @@ class StreamEngine:
         self._to_device = torch.cuda.Stream(kv.device, priority=-1)
         self._backups: deque[tuple[int, torch.cuda.Event]] = deque()
         self._loads: deque[_Load] = deque()
+        self._load_times: list[tuple[int, float]] = []
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
         index = self._hand_over(slots, self._to_host)
@@ -269,6 +281,7 @@ class StreamEngine:
         index = self._hand_over(slots, self._to_device)
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._to_device):
+            begun = recorded(timed=True)
             if self.faults is not None:
                 self._to_device.synchronize()
                 self.faults.at_rest(self.host.buffer, pages)
@@ -283,7 +296,11 @@ class StreamEngine:
                 verdicts = None
                 landed(range(len(events), self.kv.layout.layers))
             self.signal.add(seq, events)
-            self._loads.append(_Load(seq, recorded(), pages, labels, verdicts))
+            self._loads.append(_Load(seq, begun, recorded(timed=True), pages, labels, verdicts))
+
+    def take_load_times(self) -> list[tuple[int, float]]:
+        times, self._load_times = self._load_times, []
+        return times
 
     def poll(self) -> None:
         while self._backups and self._backups[0][1].query():
@@ -312,6 +329,8 @@ class StreamEngine:
             self.counts.refused[Reason.COPY] += len(load.pages)
             self.loads.post(load.seq, 0)
             return
+        nbytes = len(load.pages) * self.kv.layout.page_bytes
+        self._load_times.append((nbytes, load.begun.elapsed_time(load.ended) / 1e3))
         bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
         self.counts.bytes_to_device += (len(load.pages) - len(bad)) * self.kv.layout.payload_bytes
         refuse(self, load.pages, load.labels, bad)

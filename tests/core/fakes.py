@@ -25,6 +25,7 @@ from hicache_ext.core.policy.lru import TierAwareLru
 from hicache_ext.core.remote import Query, ResultQueue
 from hicache_ext.core.remote_tier import RemoteConfig
 from hicache_ext.core.residency import Doubt
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tick import CompletionQueue, Reduce
 from hicache_ext.core.tree import Node
 
@@ -200,6 +201,7 @@ class FakeRemote:
         self.write_jobs: list[WriteJob] = []
         self.open: dict[int, list[bytes]] = {}
         self.cancelled: set[int] = set()
+        self.turns: list[int] = []
         self.up = True
         self.version: tuple[bytes, int] | None = None
         self.known: int | None = None
@@ -215,6 +217,10 @@ class FakeRemote:
     def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:
         assert lookup in self.open and lookup not in self.cancelled and len(pages) == len(labels) > 0
         self.fetch_jobs.append(FetchJob(seq, lookup, pages, labels))
+
+    def turn_came(self, lookup: int) -> None:
+        assert lookup in self.open and lookup not in self.cancelled
+        self.turns.append(lookup)
 
     def cancel(self, lookup: int) -> None:
         assert lookup in self.open and lookup not in self.cancelled
@@ -347,6 +353,8 @@ def make_rig(
     reduce: Reduce | None = None,
     shared: SharedStore | None = None,
     remote: RemoteConfig | None = None,
+    speeds: Speeds | None = None,
+    page_bytes: int = 0,
 ) -> Rig:
     """With a remote tier if there is a store to share."""
     device = FakeDevice(device_pages, page_size)
@@ -361,7 +369,16 @@ def make_rig(
         remote=remote,
     )
     stores = None if shared is None else FakeRemote(transfers, shared)
-    cache = TieredCache(config, TierAwareLru(), device, transfers, reduce=reduce, remote=stores)
+    cache = TieredCache(
+        config,
+        TierAwareLru(),
+        device,
+        transfers,
+        reduce=reduce,
+        remote=stores,
+        speeds=speeds,
+        page_bytes=page_bytes,
+    )
     if stores is not None:
         tier = cache.remote
         assert tier is not None

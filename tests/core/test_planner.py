@@ -289,23 +289,6 @@ def test_estimates_and_outcomes_are_kept() -> None:
     assert (h + h).whole == 2
 
 
-@given(st.floats(1e6, 1e11), starts, st.integers(PAGE, 100_000), queues)
-def test_loads_are_decided_by_what_ranks_agreed_on(load: float, start: int, tokens: int, queued: int) -> None:
-    one = Planner(Speeds(GPU, load_bandwidth=5e9), PAGE, PAGE_BYTES)
-    two = Planner(Speeds(GPU, load_bandwidth=5e9), PAGE, PAGE_BYTES)
-    for now in range(5):
-        one.speeds.observed_load(1 << 30, (1 << 30) / load, now)
-    assert one.worth_loading(start, tokens, queued) == two.worth_loading(start, tokens, queued)
-    agreed = np.minimum(one.speeds.vector(), two.speeds.vector())
-    for p in (one, two):
-        p.speeds.adopt(agreed)
-    worth = one.worth_loading(start, tokens, queued)
-    assert worth == two.worth_loading(start, tokens, queued)
-    seconds = (queued + tokens * PAGE_BYTES / PAGE) / min(load, 5e9)
-    if abs(seconds / GPU.recompute(start, tokens) - 1) > 1e-3:
-        assert worth == (seconds < GPU.recompute(start, tokens))
-
-
 def test_threads_leave_nothing_behind() -> None:
     p = planner()
 

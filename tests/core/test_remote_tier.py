@@ -1691,3 +1691,21 @@ def test_stores_and_copies_share_a_step_without_getting_in_each_others_way() -> 
     assert content(rig, pages(1, 2, 3)).tolist() == kv_of(SCOPE, pages(1, 2, 3)).tolist()
     assert len(shared.pages) == 3
     assert_nothing_left(rig)
+
+
+def test_whose_turn_has_come_tells_the_stores() -> None:
+    rig = server(stocked(pages(1, 2, 3, 4)))
+    rig.cache.want("a", SCOPE, pages(1, 2, 3, 4), 1.5)
+    assert [query.ahead for _, query in rig.remote.lookup_jobs] == [1.5]
+    assert rig.cache.coming("a") == 0
+    rig.cache.turn_came("a")
+    rig.cache.turn_came("stranger")
+    assert rig.remote.turns == [1]
+    rig.remote.run_lookup()
+    rig.cache.tick()
+    assert rig.cache.coming("a") == 4 * PAGE
+    rig.cache.unwant("a")
+    rig.cache.turn_came("a")
+    assert rig.remote.turns == [1] and rig.cache.coming("a") == 0
+    settle(rig)
+    assert_idle(rig)

@@ -82,6 +82,10 @@ def settled(server: SGLangServer) -> Faults:
     return found
 
 
+LONG = ("host, TP 2", "transfer, mixed chunks, no overlap")
+"""Of what the other cases cover, one more combination each."""
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     folder = tmp_path_factory.mktemp("truth")
@@ -97,7 +101,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
         return play(server, 0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
+)
 def test_kind_corrupt_page_from_a_lower_tier(
     case: str, expected: list[Answer], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

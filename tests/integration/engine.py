@@ -6,6 +6,7 @@ import warnings
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ with warnings.catch_warnings():
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
+from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.integration import build
 from hicache_ext.integration.adapter import HicacheExtCache
 from hicache_ext.integration.flags import SERVER_ID_ATTRIBUTE, SETTINGS_ATTRIBUTE
@@ -35,7 +37,8 @@ LAYERS, HEADS, DIM = 2, 2, 4
 class Engine:
     """What a scheduler does to its prefix cache, call by call."""
 
-    def __init__(self, page_size: int, **settings: Any) -> None:
+    def __init__(self, page_size: int, *, schedule_policy: str = "fcfs", **settings: Any) -> None:
+        """The model is a slow one: no copy is dearer than what it saves."""
         self.page = page_size
         self.pool = MHATokenToKVPool(
             size=TOKENS,
@@ -59,7 +62,7 @@ class Engine:
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_size,
         )
-        server_args = ServerArgs(model_path="none")
+        server_args = ServerArgs(model_path="none", schedule_policy=schedule_policy)
         components = (Component("K", HEADS, DIM), Component("V", HEADS, DIM))
         layout = PageLayout(page_size, LAYERS, torch.float32, components, HEADS)
         settings.setdefault("host_gb", 2 * TOKENS // page_size * layout.page_bytes / 1e9)
@@ -85,7 +88,9 @@ class Engine:
                 register_hicache_layer_transfer_counter=self.counters.append,
             ),
         )
-        with get_parallel().override(attn_tp_size=1, attn_tp_rank=0, dp_rank=None, num_dp_ranks=1):
+        parallel = get_parallel().override(attn_tp_size=1, attn_tp_rank=0, dp_rank=None, num_dp_ranks=1)
+        slow = mock.patch.object(build, "prefill_costs", lambda context: CostModel(token=0.1, depth=0.0))
+        with parallel, slow:
             self.cache: HicacheExtCache = build.build_cache(context)
         self._next_rid = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -665,3 +666,27 @@ def test_runs_are_cut_by_the_size_of_the_pool() -> None:
     engine = Engine(4)
     assert engine.cache.cache.config.evict_granule == 4
     engine.close()
+
+
+def test_where_sglang_would_order_by_matched_length_less_to_compute_goes_first() -> None:
+    with closing(Engine(4, schedule_policy="lpm")) as engine:
+        engine.serve(prompt(20))
+        long = engine.request([*prompt(20), *range(500, 540)])
+        short = engine.request([*range(600, 612)])
+        embedded = engine.request([*range(700, 702)], positional_embed_overrides=object())
+        waiting = [long, short, embedded]
+        engine.cache.order_queue(waiting)
+        assert waiting == [embedded, short, long]
+        engine.cache.release_aborted_request(CacheRequestHandle(short.rid, 0))
+        waiting.remove(short)
+        engine.cache.order_queue(waiting)
+        assert waiting == [embedded, long]
+
+
+def test_first_come_first_served_stays_unless_cost_is_asked_for() -> None:
+    for settings, order in (({}, [0, 1]), ({"queue_order": "cost"}, [1, 0])):
+        with closing(Engine(4, **settings)) as engine:
+            waiting = [engine.request([*range(600, 640)]), engine.request([*range(700, 704)])]
+            expected = [waiting[number] for number in order]
+            engine.cache.order_queue(waiting)
+            assert waiting == expected

@@ -71,6 +71,7 @@ rig.cache.want("r", PrefixScope(), prompt(4, 9))
 rig.cache.evict_host(1)
 rig.cache.stats.hit_device, rig.cache.stats.hit_host = 8, 12
 rig.cache.stats.backup_declined, rig.cache.stats.load_declined, rig.cache.stats.refused = 1, 2, 20
+rig.cache.stats.load_slower = 3
 counts.bytes_to_host, counts.bytes_to_device, counts.failed_backups = 1000, 500, 3
 counts.refused[Reason.CHECKSUM], counts.seal_seconds, counts.verify_seconds = 4, 0.2, 0.3
 recompute.count, rig.cache.epoch, rig.cache.era = 5, 6, 9
@@ -141,6 +142,7 @@ COUNTERS = {
     "lost_tokens_total": 0,
     "declined_tokens_total device_to_host": 1,
     "declined_tokens_total host_to_device": 2,
+    "slower_tokens_total": 3,
     "failed_backup_tokens_total": 12,
     "refused_pages_total checksum": 4,
     **{f"refused_pages_total {reason}": 0 for reason in Reason if reason is not Reason.CHECKSUM},

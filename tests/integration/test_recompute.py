@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache import common
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hicache_ext.core.header import Reason
 from tests.integration.engine import Engine, prompt
@@ -44,6 +45,9 @@ class Batch:
         self.hicache_consumer_index = load
         self.return_logprob = return_logprob
         self.batch_is_full = True
+        self.forward_mode = ForwardMode.EXTEND
+        self.prefix_lens = [req.prefix_len for req in reqs]
+        self.extend_lens = [1 for _ in reqs]
 
     def copy(self) -> Batch:
         return Batch(self.reqs[:], self.hicache_consumer_index, return_logprob=self.return_logprob)

@@ -18,7 +18,6 @@ with warnings.catch_warnings():
     from sglang.srt.managers import io_struct
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.integration import build
 from tests.integration.engine import Engine, prompt
 
@@ -28,9 +27,8 @@ Make = Callable[[], Engine]
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Servers of a slow model, one after the other on the same store."""
-    monkeypatch.setattr(build, "prefill_costs", lambda context: CostModel(token=0.1, depth=0.0))
+def server(tmp_path: Path) -> Iterator[Make]:
+    """Servers, one after the other on the same store."""
     started: list[Engine] = []
 
     def start() -> Engine:

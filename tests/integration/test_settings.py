@@ -53,7 +53,8 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
     integrity = "sample"
     inject_faults = "tier=host,rate=0.5"
     copy_backend = "torch"
-    eviction_policy = "cost"
+    eviction_policy = "lru"
+    queue_order = "cost"
     evict_granule = 64
     backup_limit = 1024
     metrics_interval = 1
@@ -68,7 +69,8 @@ def test_every_setting_can_come_from_the_file(tmp_path: Path) -> None:
         integrity="sample",
         inject_faults="tier=host,rate=0.5",
         copy_backend="torch",
-        eviction_policy="cost",
+        eviction_policy="lru",
+        queue_order="cost",
         evict_granule=64,
         backup_limit=1024,
         metrics_interval=1,

@@ -45,6 +45,7 @@ class Asked:
     ask: bool
     deadline: float
     started: float
+    ahead: float = 0.0
 
 
 @dataclass(eq=False)
@@ -53,6 +54,7 @@ class Planned:
     window: int
     wait: bool
     deadline: float
+    ahead: float = 0.0
     ended: int | None = None
 
 
@@ -83,15 +85,21 @@ class EagerPlanner:
         self.running -= 1
         self.nbytes += nbytes
 
-    def plan_lookup(self, store: str, start: int, tokens: int, now: float) -> Asked:
-        return Asked(True, now + self.lookup_s, now)
+    def plan_lookup(self, store: str, start: int, tokens: int, now: float, *, ahead: float) -> Asked:
+        return Asked(True, now + ahead + self.lookup_s, now, ahead)
 
     def looked_up(self, plan: Asked, pages: int, now: float, *, answered: bool) -> None:
         self.answers.append((pages, answered))
 
-    def plan_fetch(self, store: str, start: int, pages: int, now: float, *, since: float | None) -> Planned:
-        self.plans.append(Planned(pages, self.window, self.wait, now + self.fetch_s))
+    def plan_fetch(
+        self, store: str, start: int, pages: int, now: float, *, since: float | None, ahead: float
+    ) -> Planned:
+        self.plans.append(Planned(pages, self.window, self.wait, now + ahead + self.fetch_s, ahead))
         return self.plans[-1]
+
+    def turn_came(self, plan: Asked | Planned, now: float) -> None:
+        plan.deadline -= plan.ahead
+        plan.ahead = 0.0
 
     def arrived(self, plan: Planned, pages: int, now: float) -> None:
         assert 0 <= pages <= plan.pages
@@ -162,9 +170,9 @@ class Rig:
         self._seqs[id(queue)] += 1
         return self._seqs[id(queue)]
 
-    def lookup(self, tokens: np.ndarray, epoch: int = 0, skip: int = 0) -> int:
+    def lookup(self, tokens: np.ndarray, epoch: int = 0, skip: int = 0, ahead: float = 0.0) -> int:
         seq = self.number(self.engine.lookups)
-        self.engine.lookup(seq, Query(PARENT, tokens, skip * PAGE, skip, NAMESPACE, epoch))
+        self.engine.lookup(seq, Query(PARENT, tokens, skip * PAGE, skip, NAMESPACE, epoch, ahead))
         return seq
 
     def found(self, tokens: np.ndarray, epoch: int = 0, skip: int = 0) -> tuple[int, int]:

@@ -165,8 +165,8 @@ def test_a_rank_that_does_not_write_says_so_at_once(rig_of: MakeRig) -> None:
 
 def test_a_lookup_that_is_not_worth_it_is_answered_at_once(rig_of: MakeRig) -> None:
     class Busy(EagerPlanner):
-        def plan_lookup(self, store: str, start: int, tokens: int, now: float):  # type: ignore[no-untyped-def]
-            asked = super().plan_lookup(store, start, tokens, now)
+        def plan_lookup(self, store: str, start: int, tokens: int, now: float, *, ahead: float):  # type: ignore[no-untyped-def]
+            asked = super().plan_lookup(store, start, tokens, now, ahead=ahead)
             asked.ask = False
             asked.deadline = now
             return asked

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hicache_ext.core.header import Reason
-from hicache_ext.core.remote import ResultQueue
+from hicache_ext.core.remote import UNDONE, ResultQueue
 from hicache_ext.remote.engine import RemoteSettings
 from hicache_ext.remote.open import open_remote
 from hicache_ext.stores.breaker import BreakerSettings
@@ -329,3 +329,45 @@ def test_a_held_row_that_no_store_knows_of_is_free_after_a_while(rig_of: MakeRig
     assert rig.engine.settled.done() == 0
     assert result(rig.engine.settled, window) == 0
     rig.engine.end(seq)
+
+
+@pytest.mark.parametrize("call", ["exists", "get"])
+def test_who_waits_for_others_anyway_waits_for_the_store_until_its_turn(rig_of: MakeRig, call: str) -> None:
+    store = Stuck(SharedMemoryStore())
+    rig = rig_of(store, planner=EagerPlanner(lookup_s=0.1, fetch_s=0.1), settings=Quiet())
+    labels = rig.store(prompt(1, 2, 3))
+    engine = rig.engine
+    if call == "get":
+        lookup = rig.lookup(prompt(1, 2, 3), ahead=60.0)
+        assert result(engine.lookups, lookup) == 3
+        store.calls = {call}
+        job, queue = rig.fetch(lookup, [4, 5, 6], labels), engine.arrivals
+    else:
+        store.calls = {call}
+        lookup = job = rig.lookup(prompt(1, 2, 3), ahead=60.0)
+        queue = engine.lookups
+    assert eventually(lambda: store.waiting > 0)
+    time.sleep(0.3)
+    assert queue.results(job - 1, 1) == [UNDONE]
+    begin = time.monotonic()
+    for _ in range(3):
+        engine.turn_came(lookup)
+    assert result(queue, job) == 0
+    assert time.monotonic() - begin < 0.1 + LATE_S
+    engine.end(lookup)
+    store.free()
+    if call == "get":
+        assert result(engine.settled, job) == 0
+
+
+def test_a_turn_that_comes_late_changes_nothing(rig_of: MakeRig) -> None:
+    rig = rig_of(SharedMemoryStore())
+    labels = rig.store(prompt(1, 2, 3))
+    seq, pages = rig.found(prompt(1, 2, 3))
+    rig.engine.turn_came(seq)
+    window = rig.fetch(seq, [4, 5, 6], labels)
+    rig.engine.turn_came(seq)
+    assert (pages, result(rig.engine.arrivals, window)) == (3, 3)
+    rig.engine.turn_came(seq)
+    rig.engine.end(seq)
+    assert rig.holds([4, 5, 6], labels)

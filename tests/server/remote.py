@@ -105,6 +105,7 @@ def chat_remote(
     *flags: str,
     host: Host | None = None,
     device_tokens: int = 4096,
+    host_gb: float = 0.4,
     extension: bool = True,
     fetch: str = "auto",
 ) -> HostServer:
@@ -115,7 +116,7 @@ def chat_remote(
     if extension:
         settings = folder / "hicache-ext.toml"
         settings.write_text(f'fetch = "{fetch}"\n')
-        args += ["--enable-hicache-ext", "--hicache-ext-host-gb", "0.4"]
+        args += ["--enable-hicache-ext", "--hicache-ext-host-gb", f"{host_gb}"]
         args += ["--hicache-ext-config", str(settings)]
     if urls:
         args += ["--hicache-ext-remote", *urls]

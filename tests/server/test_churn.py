@@ -46,6 +46,7 @@ def test_two_thousand_requests_leave_nothing(
         device_tokens=DEVICE,
         host_tokens=HOST,
         check_every=0,
+        eviction_policy="cost",
     ) as server:
         resident, host_hits = _churn(server)
         wait_until("nothing runs", lambda: running(server) == 0 and waiting(server) == 0)

@@ -153,15 +153,24 @@ def tiny_server(
     host_tokens: int = 8192,
     check_every: int = 1,
     fetch: str = "auto",
+    eviction_policy: str = "lru",
     ranks: int = 1,
     extension: bool = True,
     env: dict[str, str | None] | None = None,
 ) -> SGLangServer:
-    """A server of the tiny model, not started; `folder` takes its log and its settings file."""
+    """A server of the tiny model, not started; `folder` takes its log and its settings file.
+
+    Its eviction policy is the one of which a test can say what will leave a tier, not the default.
+    """
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--page-size", str(page_size)]
     if extension:
         settings = folder / "hicache-ext.toml"
-        settings.write_text(f'check_every = {check_every}\nfetch = "{fetch}"\n')
+        lines = [
+            f"check_every = {check_every}",
+            f'fetch = "{fetch}"',
+            f'eviction_policy = "{eviction_policy}"',
+        ]
+        settings.write_text("\n".join(lines))
         flags += ["--enable-hicache-ext", "--hicache-ext-config", str(settings)]
         # Half a page more, so that rounding does not cost one.
         host_pages = (host_tokens // page_size + 0.5) * ranks

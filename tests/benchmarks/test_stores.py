@@ -30,6 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_disk_and_memory_in_one_run(tmp_path: Path) -> None:
     out, image = tmp_path / "out.json", tmp_path / "out.png"
     done = run(

@@ -147,6 +147,7 @@ def test_synthetic_traces_repeat(make) -> None:  # type: ignore[no-untyped-def]
     assert all(a.time <= b.time + 60 for a, b in itertools.pairwise(one))
 
 
+@pytest.mark.slow
 def test_cost_beats_lru_on_chats_with_think_times_and_keeps_up_on_agents() -> None:
     chats, runs = chat(2500, seed=1), agents(1000, seed=1)
     lru, cost = (replay(name, chats, 1000).result for name in ("lru", "cost"))

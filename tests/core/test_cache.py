@@ -1197,6 +1197,7 @@ class Life:
         self.ranks.each(lambda rig: rig.cache.check())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_kind_rank_divergent_hits() -> None:
     """After each step all ranks would give the same hits, have the same victims and use the same pages."""

@@ -77,6 +77,7 @@ def registered(version: str) -> set[tuple[str, str]]:
     return {(cls.full_module, cls.name) for kind in KINDS for cls in kind.classes if version in cls.releases}
 
 
+@pytest.mark.slow
 def test_kind_a_second_pool_forgotten_every_pool_class_of_the_installed_sglang_is_registered() -> None:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.harness import Generation, SGLangServer
 
-SESSIONS = 52
+SESSIONS = 40
 ROUNDS = 3
 PAGE = 16
 WORDS = ["river", "stone", "garden", "music", "winter", "letter", "captain", "yellow", "market", "silver"]
@@ -66,13 +66,17 @@ def cached(turn: Turn, tier: str) -> int:
 @pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_device_hit_host_hit_and_cold_run_agree(
-    start_server: Callable[..., SGLangServer], float32_model_path: Path
+    start_server: Callable[..., SGLangServer], float32_model_path: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(float32_model_path)
     page = ["--page-size", str(PAGE)]
+    # The default would keep more on the device.
+    settings = tmp_path / "hicache-ext.toml"
+    settings.write_text('eviction_policy = "lru"')
     extended = [*page, "--enable-hicache-ext", "--hicache-ext-host-gb", "2"]
+    extended += ["--hicache-ext-config", str(settings)]
 
     roomy = start_server(model=float32_model_path, max_total_tokens=20_000, args=extended)
     on_device = chat(roomy, tokenizer)

@@ -256,6 +256,7 @@ def test_a_scan_of_ten_times_the_capacity_costs_returning_sessions_at_most_three
     assert alone - session_hits(mixed, own) <= 0.03
 
 
+@pytest.mark.slow
 def test_cost_memory_is_bounded() -> None:
     server = Server("cost", 50)
     fresh = iter(range(10**9))

@@ -29,7 +29,7 @@ REORDER = 64
 ORDER_LIMIT = 8192
 RETRIES = 16
 """Victims at most that are reconsidered in a row because they turn out to be worth more than thought."""
-SAFE_ON_DEVICE = 0.5
+SAFE_ON_DEVICE = 0.25
 """Share of a host copy's price while the device holds the node too: it may be used before it leaves the
 device.
 """
@@ -218,10 +218,12 @@ class Cost(EvictionPolicy):
             visit = self.use(node.parent).visit
             visit.end = max(visit.end, end)
         uses, gap = 0, -1
-        ghost = self._ghosts.take(node)
-        if ghost is not None:
-            uses, gap = ghost.uses + 1, age_bin(now - ghost.visit.time)
+        ghosts = list(self._ghosts.take_run(node))
+        for ghost in ghosts:
             self.reuse.again(ghost)
+        if ghosts:
+            ghost = ghosts[0]
+            uses, gap = ghost.uses + 1, age_bin(now - ghost.visit.time)
             if ghost.visit.turn >= visit.turn and ghost.visit is not visit:
                 visit.turn = ghost.visit.turn + 1
                 visit.base = min(ghost.visit.end, end)

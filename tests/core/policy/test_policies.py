@@ -198,6 +198,20 @@ def test_cost_sees_behind_an_old_prompt_that_is_used_again_while_it_could_leave(
     assert [victim.tokens[0] for victim in victims if victim] == list(range(5, 50, 5))
 
 
+def test_cost_learns_from_every_turn_of_a_conversation_that_comes_back_after_it_was_lost() -> None:
+    """Turns are nodes of their own; lost with their parents, they still count as used again."""
+    server = Server("cost", 12)
+    uses = []
+    for length in (4, 8):
+        server.serve(*range(length))
+    for node in server.cache.tree.walk():
+        uses.append(node.state)
+    server.serve(*range(100, 112))
+    assert server.cached(*range(8)) == 0 and not any(use.done for use in uses)
+    server.serve(*range(10))
+    assert len(uses) == 2 and all(use.done for use in uses)
+
+
 def test_cost_learns_which_requests_never_come_back() -> None:
     """Prompts of 20 tokens are one-time, prompts of 3 return: soon the former make room for the latter."""
     server = Server("cost", 60)

@@ -18,8 +18,8 @@ Key = tuple[int, bytes]
 class Ghosts(Generic[T]):
     """Payloads of forgotten nodes by their place in the tree: their parent and their first tokens.
 
-    A node that comes back under the same parent is recognized; one whose parent left the tree too if both come
-    back in one run, which ``take_run`` follows.
+    A node that comes back under the same parent is recognized; one whose parent left the tree too if both
+    come back in one run, which ``take_run`` follows.
     """
 
     def __init__(self, limit: int, page_size: int = 64) -> None:

@@ -50,7 +50,7 @@ def test_only_what_comes_back_is_taken() -> None:
 
 
 def test_the_oldest_goes_when_there_are_more_than_the_limit() -> None:
-    tree, nodes = tree_with([1], [2], [3])
+    _, nodes = tree_with([1], [2], [3])
     ghosts: Ghosts[str] = Ghosts(2, page_size=1)
     gone = [ghosts.put(node, name) for node, name in zip(nodes, "abc", strict=True)]
     assert gone == [None, None, "a"]

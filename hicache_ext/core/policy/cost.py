@@ -29,7 +29,7 @@ REORDER = 64
 ORDER_LIMIT = 8192
 RETRIES = 16
 """Victims at most that are reconsidered in a row because they turn out to be worth more than thought."""
-SAFE_ON_DEVICE = 0.5
+SAFE_ON_DEVICE = 0.25
 """Share of a host copy's price while the device holds the node too: it may be used before it leaves the
 device.
 """
@@ -136,7 +136,12 @@ class CostIndex:
             node = heap[0][2]
             known = self._members.get(node.id)
             if known is not None and known[1] == key and heap[0][0] == (known[2] if end == 0 else -known[2]):
-                return node
+                if self._policy.use(node).visit.time == known[2]:
+                    return node
+                # It was used since.
+                heapq.heappop(heap)
+                self.add(node)
+                continue
             heapq.heappop(heap)
         self._ends[end].pop(key, None)
         return None
@@ -194,9 +199,14 @@ class Cost(EvictionPolicy):
         visit = Visit(now, base=end, end=end)
         if end > before.base:
             visit.turn = before.turn + 1
+        shared: list[Use] = []
         while node.parent is not None:
-            self._use_again(node, visit)
+            before_it = self._use_again(node, visit)
+            if before_it is not None and before_it.pieces:
+                shared.append(before_it)
             node = node.parent
+        for use in shared:
+            self._pass_over(use)
 
     def created(self, node: Node) -> None:
         assert node.parent is not None
@@ -208,10 +218,12 @@ class Cost(EvictionPolicy):
             visit = self.use(node.parent).visit
             visit.end = max(visit.end, end)
         uses, gap = 0, -1
-        ghost = self._ghosts.take(node)
-        if ghost is not None:
-            uses, gap = ghost.uses + 1, age_bin(now - ghost.visit.time)
+        ghosts = list(self._ghosts.take_run(node))
+        for ghost in ghosts:
             self.reuse.again(ghost)
+        if ghosts:
+            ghost = ghosts[0]
+            uses, gap = ghost.uses + 1, age_bin(now - ghost.visit.time)
             if ghost.visit.turn >= visit.turn and ghost.visit is not visit:
                 visit.turn = ghost.visit.turn + 1
                 visit.base = min(ghost.visit.end, end)
@@ -220,10 +232,17 @@ class Cost(EvictionPolicy):
         self.reuse.passed(len(node))
 
     def split(self, upper: Node, lower: Node) -> None:
-        upper.state = lower.state
+        use = self.use(lower)
+        upper.state = use
+        if use.pieces is None:
+            use.pieces = {lower.id: lower}
+        use.pieces[upper.id] = upper
 
     def forget(self, node: Node) -> None:
-        gone = self._ghosts.put(node, self.use(node))
+        use = self.use(node)
+        if use.pieces is not None:
+            use.pieces.pop(node.id, None)
+        gone = self._ghosts.put(node, use)
         if gone is not None:
             self.reuse.censor(gone)
 
@@ -236,12 +255,6 @@ class Cost(EvictionPolicy):
         if node.state is None:
             end = node.start + len(node)
             node.state = Use(Visit(self.reuse.now, end=end), 0, end, len(node))
-        elif node.state.done:
-            # The piece before it was used again, and this one was passed over.
-            visit = node.state.visit
-            passed = Visit(self.reuse.now, visit.turn, visit.base, visit.end)
-            node.state = Use(passed, node.state.uses, node.state.end, len(node), passed=True)
-            self.reuse.start(node.state)
         return node.state
 
     def admit(self, node: Node, tier: Tier) -> bool:
@@ -277,11 +290,12 @@ class Cost(EvictionPolicy):
         lost = max(recompute - costs.load, 1e-3 * recompute)
         return lost if node.device is Residency.ABSENT else SAFE_ON_DEVICE * lost
 
-    def _use_again(self, node: Node, visit: Visit) -> None:
+    def _use_again(self, node: Node, visit: Visit) -> Use | None:
+        """Returns the use that ended."""
         use = self.use(node)
         if use.visit.time == visit.time and use.end == node.start + len(node):
             # Nothing was computed since: a look at the same moment, not another use.
-            return
+            return None
         if node.device_locks:
             # It could not have been evicted meanwhile, so this says nothing about when that would have hurt.
             self.reuse.censor(use)
@@ -290,3 +304,18 @@ class Cost(EvictionPolicy):
         gap = age_bin(self.reuse.now - use.visit.time)
         node.state = Use(visit, use.uses + 1, node.start + len(node), len(node), len(node.children), gap)
         self.reuse.start(node.state)
+        return use
+
+    def _pass_over(self, use: Use) -> None:
+        """Some of the nodes that shared ``use`` were used again; the others were passed over."""
+        old = use.visit
+        visit = Visit(self.reuse.now, old.turn, old.base, old.end)
+        for node in (use.pieces or {}).values():
+            if node.state is not use:
+                continue
+            node.state = Use(visit, use.uses, use.end, len(node), passed=True)
+            self.reuse.start(node.state)
+            for index in self._indexes.values():
+                if node in index:
+                    index.add(node)
+        use.pieces = None

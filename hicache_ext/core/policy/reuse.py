@@ -15,8 +15,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hicache_ext.core.tree import Node
 
 BINS_PER_OCTAVE = 2
 BINS = 84
@@ -72,6 +76,8 @@ class Use:
     bin: int = 0
     done: bool = False
     tracked: bool = False
+    pieces: dict[int, Node] | None = None
+    """The nodes that share it, by id, once there are several."""
 
 
 def age_bin(age: int) -> int:

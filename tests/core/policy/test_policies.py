@@ -12,7 +12,7 @@ from benchmarks.trace_replay_run import SCOPE, Instant, Pool, Replay
 from benchmarks.trace_replay_synthetic import BLOCK, chat, with_scan
 from benchmarks.trace_replay_trace import Request
 from hicache_ext.core.cache import CacheConfig, TieredCache
-from hicache_ext.core.policy.cost import CostIndex
+from hicache_ext.core.policy.cost import Cost, CostIndex
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import NAMES, make_policy
 from hicache_ext.core.residency import Tier
@@ -168,6 +168,48 @@ def test_cost_prefers_to_lose_what_the_host_has() -> None:
     assert server.cache.evict(2) == 2
     assert server.cached(1, 2) == 0 and server.cached(3, 4) == 2
     assert server.serve(1, 2) == 2
+
+
+def test_cost_passes_over_the_rest_of_a_prompt_as_soon_as_only_its_beginning_is_used() -> None:
+    """In the index too: the rest does not wait there for its turn as what it was before."""
+    server = Server("cost", 100, 100)
+    server.serve(*range(1, 41))
+    server.serve(1, 2, 3)
+    head, rest = server.cache.tree.walk()
+    assert (len(head), len(rest)) == (3, 37)
+    assert rest.state.passed and not head.state.passed
+    policy = server.policy
+    assert isinstance(policy, Cost)
+    for tier in Tier:
+        index = server.cache.tree.candidates[tier]
+        assert isinstance(index, CostIndex)
+        assert index._members[rest.id][1] == policy.key(rest, tier)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_cost_sees_behind_an_old_prompt_that_is_used_again_while_it_could_leave(tier: Tier) -> None:
+    """It is the oldest of its class no more: then the next one is, and nothing younger goes for it."""
+    server = Server("cost", 1000, 1000)
+    server.policy.reuse.factor_bin = lambda use: 16  # type: ignore[attr-defined]
+    for start in range(0, 50, 5):
+        server.serve(*range(start, start + 5))
+    server.cache.match(SCOPE, np.arange(0, 5))
+    victims = [server.cache.tree.candidates[tier].pop() for _ in range(9)]
+    assert [victim.tokens[0] for victim in victims if victim] == list(range(5, 50, 5))
+
+
+def test_cost_learns_from_every_turn_of_a_conversation_that_comes_back_after_it_was_lost() -> None:
+    """Turns are nodes of their own; lost with their parents, they still count as used again."""
+    server = Server("cost", 12)
+    uses = []
+    for length in (4, 8):
+        server.serve(*range(length))
+    for node in server.cache.tree.walk():
+        uses.append(node.state)
+    server.serve(*range(100, 112))
+    assert server.cached(*range(8)) == 0 and not any(use.done for use in uses)
+    server.serve(*range(10))
+    assert len(uses) == 2 and all(use.done for use in uses)
 
 
 def test_cost_learns_which_requests_never_come_back() -> None:

@@ -108,6 +108,7 @@ def chat_remote(
     host_gb: float = 0.4,
     extension: bool = True,
     fetch: str = "auto",
+    eviction_policy: str = "cost",
 ) -> HostServer:
     """A server of the chat model with stores, not started."""
     folder.mkdir(exist_ok=True)
@@ -115,7 +116,7 @@ def chat_remote(
     args = ["--page-size", str(PAGE), "--sleep-on-idle", *flags]
     if extension:
         settings = folder / "hicache-ext.toml"
-        settings.write_text(f'fetch = "{fetch}"\n')
+        settings.write_text(f'fetch = "{fetch}"\neviction_policy = "{eviction_policy}"\n')
         args += ["--enable-hicache-ext", "--hicache-ext-host-gb", f"{host_gb}"]
         args += ["--hicache-ext-config", str(settings)]
     if urls:

@@ -24,6 +24,8 @@ from hicache_ext.transfer.layout import PageLayout
 _ROWS = 512
 _RUNS = 3
 _LOAD_BYTES = 64 << 20
+_PASSES = 4
+"""Prefill passes without a break that are measured together at most."""
 _UNIT = 1e-15
 """Seconds, in which ranks agree on costs."""
 
@@ -113,13 +115,16 @@ class PrefillClock:
     """Measures what prefill takes, from what the scheduler does anyway.
 
     A pass begins when its last request is admitted or the pass before it has ended, whichever is later. It
-    has ended by the scheduler step after its result was processed.
+    has ended by the scheduler step after its result was processed. SGLang may process a result only when the
+    next pass has been launched, or even computed, so passes that follow each other are measured together.
     """
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._last_end = 0.0
         self._ending: tuple[float, list[tuple[int, int]]] | None = None
+        self._begun = self._last_end = 0.0
+        self._parts: list[tuple[int, int]] = []
+        self._passes = 0
 
     def admitted(self, req: Any) -> None:
         req._hicache_ext_admitted = time.monotonic()
@@ -135,11 +140,21 @@ class PrefillClock:
 
     def step(self) -> None:
         if self._ending is None:
+            self._tell()
             return
         (begun, parts), self._ending = self._ending, None
-        now = time.monotonic()
-        self._speeds.observed_pass(parts, now - max(begun, self._last_end), now)
-        self._last_end = now
+        if not self._parts:
+            self._begun = max(begun, self._last_end)
+        self._parts += parts
+        self._passes += 1
+        self._last_end = time.monotonic()
+        if self._passes == _PASSES:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._parts:
+            self._speeds.observed_pass(self._parts, self._last_end - self._begun, self._last_end)
+        self._parts, self._passes = [], 0
 
 
 def _wait(device: torch.device) -> None:

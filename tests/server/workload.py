@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -209,6 +210,8 @@ def pages(server: SGLangServer, tier: str) -> float:
 
 def moved(server: SGLangServer, direction: str) -> float:
     """Bytes; `direction` is `device_to_host` or `host_to_device`."""
+    # The server publishes what it counts every 0.2 seconds.
+    time.sleep(0.5)
     return server.metric("hicache_ext_moved_bytes_total", direction=direction)
 
 

@@ -229,7 +229,7 @@ class TieredCache:
         them is sooner. The copy starts with ``start_loads``; whoever reads the pages waits for it there.
         Without ``wait``, room that backups in flight would leave does not count.
         """
-        nodes = list(takewhile(lambda n: n.device is ABSENT, self.tree.path(node)))[::-1]
+        nodes = self.host_only(node)
         tokens = sum(map(len, nodes))
         if not nodes:
             return 0
@@ -254,6 +254,10 @@ class TieredCache:
         self.tree.unlock(above, Tier.DEVICE)
         self.tree.unlock(node, Tier.HOST)
         return tokens if slots is not None else 0
+
+    def host_only(self, node: Node) -> list[Node]:
+        """The end of the path to ``node`` that the device lacks, top down."""
+        return list(takewhile(lambda n: n.device is ABSENT, self.tree.path(node)))[::-1]
 
     def worth_loading(self, start: int, tokens: int) -> bool:
         """Whether ``tokens`` behind ``start`` others are sooner loaded from the host than computed.

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import takewhile
 
 from hicache_ext.core.cache import TieredCache
-from hicache_ext.core.residency import Residency
 from hicache_ext.core.tree import Node
 
 GROUP_BYTES = 2.5e9
@@ -118,6 +116,6 @@ class EarlyLoads:
         node = self._cache.tree.waiting.get(rid)
         if rid in self._ahead or node is None:
             return 0
-        absent = list(takewhile(lambda n: n.device is Residency.ABSENT, self._cache.tree.path(node)))
+        absent = self._cache.host_only(node)
         tokens = sum(map(len, absent))
-        return tokens if tokens and self._cache.worth_loading(absent[-1].start, tokens) else 0
+        return tokens if tokens and self._cache.worth_loading(absent[0].start, tokens) else 0

@@ -127,17 +127,18 @@ class Lookups:
         """The request could be admitted now, so its deadline may be earlier; the lookup if that is so for its
         fetch."""
         lookup = self._known[seq]
-        plan = lookup.plan
-        if plan is None and (asked := lookup.asked) is not None:
-            before = asked.deadline
-            self._context.planner.turn_came(asked, time.monotonic())
-            if asked.deadline < before:
-                self._context.alarms.at(asked.deadline, partial(self._late, lookup))
+        fetch = lookup.plan
+        plan = lookup.asked if fetch is None else fetch
         if plan is None:
             return None
         before = plan.deadline
         self._context.planner.turn_came(plan, time.monotonic())
-        return lookup if plan.deadline < before else None
+        if plan.deadline >= before:
+            return None
+        if fetch is None:
+            self._context.alarms.at(plan.deadline, partial(self._late, lookup))
+            return None
+        return lookup
 
     def cancel(self, seq: int) -> None:
         lookup = self._known[seq]

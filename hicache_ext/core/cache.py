@@ -204,15 +204,15 @@ class TieredCache:
         return self.tree.match(scope, tokens, touch=touch)
 
     def lock(self, node: Node) -> None:
-        self.tree.lock(node, Tier.DEVICE)
+        self.tree.hold(node)
 
     def unlock(self, node: Node) -> None:
-        self.tree.unlock(node, Tier.DEVICE)
+        self.tree.release(node)
         # What a full host gave up, or did not take, while it was in use here: the end of the path.
-        missing = takewhile(lambda n: n.host is ABSENT, self.tree.path(node))
-        for member in reversed(list(missing)):
-            if not member.device_locks and member.doubt is Doubt.NONE:
+        for member in self._missing(node):
+            if not member.uses and member.doubt is Doubt.NONE:
                 self._mark_dirty(member)
+        self._cover()
 
     def insert(self, scope: PrefixScope, tokens: np.ndarray, slots: Slots) -> Insertion:
         """Publish computed pages; see ``TieredRadixTree.insert``. Queues their backup."""
@@ -239,7 +239,7 @@ class TieredCache:
         above = nodes[0].parent
         assert above is not None
         # Both ends stay while room is made: evicting may drop host pages and unlocked device pages.
-        self.tree.lock(node, Tier.HOST)
+        self.tree.lock(node, Tier.HOST, above)
         self.tree.lock(above, Tier.DEVICE)
         slots = self._make_room(tokens, wait)
         if slots is not None:
@@ -251,8 +251,9 @@ class TieredCache:
             self._queued_loads.append((self.tickets.begin(Kind.LOAD, nodes, [node]), labels))
         else:
             self.stats.load_declined += tokens
+        self.tree.unlock(node, Tier.HOST, above)
         self.tree.unlock(above, Tier.DEVICE)
-        self.tree.unlock(node, Tier.HOST)
+        self._cover()
         return tokens if slots is not None else 0
 
     def host_only(self, node: Node) -> list[Node]:
@@ -363,7 +364,7 @@ class TieredCache:
             if node.parent is None or node.doubt is not Doubt.NONE:
                 continue
             if node.device is READY and node.host is ABSENT:
-                if node.device_locks and self._crowded(node):
+                if node.uses and self._crowded(node):
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
                 chain = self._reserve_host(node, budget)
@@ -477,6 +478,7 @@ class TieredCache:
     def check(self) -> None:
         """Assert every invariant: the tree's, the tickets', and that host pages are owned exactly once."""
         self.tree.check()
+        assert not self.tree.uncovered
         self.tickets.check()
         owned = [n.pages for n in self.tree.walk() if n.pages is not None]
         outside = 0
@@ -512,7 +514,12 @@ class TieredCache:
     def _copy_down(self, node: Node) -> None:
         """Start the backup of what is not on the host on the path to ``node``, as far as there is room, and a
         step may hash."""
-        self._submit_backup(self._reserve_host(node, HASHED_PAGES * self.config.page_size))
+        limit = HASHED_PAGES * self.config.page_size
+        for member in reversed(list(self.tree.path(node))):
+            if member.host is ABSENT and limit:
+                nodes = self._reserve_host(member, limit)
+                limit -= sum(map(len, nodes))
+                self._submit_backup(nodes)
 
     def _mark_dirty(self, node: Node) -> None:
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH:
@@ -521,26 +528,41 @@ class TieredCache:
             node.backup_queued = True
             self._dirty.append(node)
 
-    def _crowded(self, node: Node) -> bool:
-        """Whether the host has no room for ``node`` unless something else leaves it."""
-        return len(node) > self.host_pages.free * self.config.page_size
+    def _missing(self, node: Node) -> list[Node]:
+        """The end of the path to ``node`` that the host lacks, top down."""
+        return list(takewhile(lambda n: n.host is ABSENT, self.tree.path(node)))[::-1]
 
-    def _reserve_host(self, node: Node, limit: int | None = None) -> list[Node]:
+    def _crowded(self, node: Node) -> bool:
+        """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
+        return sum(map(len, self._missing(node))) > self.host_pages.free * self.config.page_size
+
+    def _cover(self) -> None:
+        """Copy down, whatever else must leave the host, what was in use on the device without a copy below it
+        while its continuation is on the host; where there is no room at all, the continuation goes."""
+        while self.tree.uncovered:
+            node = self.tree.uncovered.pop()
+            if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
+                continue
+            if node.doubt is Doubt.NONE:
+                self._submit_backup(self._reserve_host(node, admit=True))
+            if node.host is ABSENT:
+                for member in reversed(list(self.tree.subtree(node))[1:]):
+                    if member.host is READY:
+                        self._drop_host(member)
+
+    def _reserve_host(self, node: Node, limit: int | None = None, *, admit: bool = False) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.
 
-        At most ``limit`` tokens, a multiple of the page size: a longer run is cut.
+        At most ``limit`` tokens, a multiple of the page size: a longer run is cut. With ``admit`` the policy
+        is not asked.
         """
-        chain = []
-        for member in self.tree.path(node):
-            if member.host is not ABSENT:
-                break
-            chain.append(member)
+        chain = self._missing(node)
         reserved: list[Node] = []
         # The copy is of no use without the pages above it: they must survive making room for it.
-        above = chain[-1].parent if chain else None
+        above = chain[0].parent if chain else None
         if above is not None and above.parent is not None:
-            self.tree.lock(above, Tier.HOST)
-        for member in reversed(chain):
+            self.tree.lock(above, Tier.HOST, above.parent)
+        for member in chain:
             if limit is not None:
                 if limit == 0:
                     break
@@ -549,7 +571,7 @@ class TieredCache:
                 limit -= len(member)
             count = len(member) // self.config.page_size
             pages = self.host_pages.alloc(count)
-            if pages is None and not self.tree.policy.admit(member, Tier.HOST):
+            if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
                 self.stats.backup_refused += len(member)
                 break
             if pages is None:
@@ -561,7 +583,7 @@ class TieredCache:
             self.tree.set_host(member, PENDING, pages)
             reserved.append(member)
         if above is not None and above.parent is not None:
-            self.tree.unlock(above, Tier.HOST)
+            self.tree.unlock(above, Tier.HOST, above.parent)
         return reserved
 
     def _submit_backup(self, nodes: list[Node]) -> Ticket | None:
@@ -588,6 +610,7 @@ class TieredCache:
         """Wait for all backups and apply them here and now; every rank does so in the same call."""
         self.transfers.drain()
         self._apply_backups(self.tickets.last_seq(Kind.BACKUP))
+        self._cover()
 
     def _apply_agreed(self, limit: int) -> int:
         """Returns the highest epoch that is known to any server that shares a store."""
@@ -602,6 +625,7 @@ class TieredCache:
         )
         self._apply_backups(agreed.backups)
         self._apply_loads(agreed.loads, agreed.bad_page)
+        self._cover()
         if self.speeds is not None:
             self.speeds.adopt(agreed.extra[: len(speeds)])
         return 0 if self.remote is None else self.remote.apply(agreed.extra[len(speeds) :])
@@ -613,8 +637,17 @@ class TieredCache:
             self.stats.backed_up += ticket.tokens
             if self.remote is not None:
                 for node in ticket.nodes:
-                    self.remote.offer(node)
+                    self._offer(node)
         self._applied[Kind.BACKUP] = max(self._applied[Kind.BACKUP], upto)
+
+    def _offer(self, node: Node) -> None:
+        """Offer what has reached the host to the stores, with what it had kept from them."""
+        assert self.remote is not None
+        self.remote.offer(node)
+        if node.host_children:
+            for member in list(self.tree.subtree(node))[1:]:
+                if member.host is READY:
+                    self.remote.offer(member)
 
     def _apply_loads(self, upto: int, bad_page: int | None) -> None:
         """Commit loads up to ``upto``; of the last one only what is before ``bad_page`` is kept."""

@@ -369,9 +369,9 @@ class RemoteTier:
             # Computed or evicted meanwhile.
             return self._end(fetch)
         anchor = match.host_node
-        if anchor.host is Residency.ABSENT:
+        if not tree.on_host(anchor):
             self._copy_down(anchor)
-            if anchor.host is Residency.ABSENT:
+            if not tree.on_host(anchor):
                 self.stats.no_room += fetch.stop - fetch.pos
                 return self._end(fetch)
         fetch.identities = self.remote.identities(fetch.seq)[:pages]
@@ -474,7 +474,9 @@ class RemoteTier:
         while self._queue and budget:
             node = self._queue.popleft()
             node.store_queued = False
-            if node.parent is None or node.doubt is not Doubt.NONE or node.host is not Residency.READY:
+            # What it continues may be in use without a copy on the host; offered again when it has one.
+            whole = all(member.host is Residency.READY for member in self._tree.path(node))
+            if node.parent is None or node.doubt is not Doubt.NONE or not whole:
                 self.stats.store_declined += len(node)
                 continue
             # A split leaves the upper half out of the queue.

@@ -76,7 +76,7 @@ class TicketBook:
             node.tickets.append(ticket)
         for node in anchors:
             for tier in _LOCKED[kind]:
-                self._tree.lock(node, tier)
+                self._tree.lock(node, tier, _below(ticket, tier))
         self.open[kind][ticket.seq] = ticket
         return ticket
 
@@ -90,7 +90,7 @@ class TicketBook:
                 self._tree.set_device(node, Residency.READY)
         for node in ticket.anchors:
             for tier in _LOCKED[ticket.kind]:
-                self._tree.unlock(node, tier)
+                self._tree.unlock(node, tier, _below(ticket, tier))
 
     def disown(self) -> None:
         """End every open ticket without touching the tree; for a reset, once no copy is in flight."""
@@ -123,3 +123,8 @@ class TicketBook:
         del self.open[ticket.kind][ticket.seq]
         for node in ticket.nodes:
             node.tickets.remove(ticket)
+
+
+def _below(ticket: Ticket, tier: Tier) -> Node | None:
+    """Above what a load brings, the device holds the prefix: the host need not."""
+    return ticket.nodes[0].parent if ticket.kind is Kind.LOAD and tier is Tier.HOST else None

@@ -8,11 +8,16 @@ Invariants, asserted by ``check()``:
  1. Links: every child is filed under its first page (and, below the root, its scope); no node is empty;
     run lengths are multiples of the page size.
  2. Residency: every node but the root is resident somewhere.
- 3. Closure: if a node is on the device, so is its parent; if a node is on the host, so is its parent.
- 4. Locks cover the path to the root: a node has at least as many locks in a tier as its children together,
-    and a locked node is resident in that tier. PENDING nodes are locked.
+ 3. Closure: if a node is on the device, so is its parent; if a node is on the host, its parent is on the host
+    too or locked on the device. What loses such a lock without a host copy is ``uncovered``: its owner must
+    give it one, or drop what continues it on the host.
+ 4. Locks cover the path: a node has at least as many locks in a tier as its children together, except that
+    locks on the host end below a node that is locked on the device; a locked node is resident in that tier.
+    PENDING nodes are locked.
  5. Sizes: evictable + protected = tokens on the device, evictable = those without a device lock.
- 6. Eviction candidates of a tier are exactly its unlocked READY nodes without resident children.
+ 6. Eviction candidates of the device are exactly its unlocked READY nodes without children there that are
+    not uncovered; those of the host are its unlocked READY nodes without children there, or in use on the
+    device.
  7. Waiters of a node = the queued requests whose match ends at or below it.
  8. Doubt covers the subtree: below a condemned node all are condemned, at least as badly. The topmost one is
     filed under a key that no lookup builds.
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +70,8 @@ class Node:
     device: Residency = ABSENT
     slots: Slots = None
     device_locks: int = 0
+    uses: int = 0
+    """Of its device locks, those of requests."""
     device_children: int = 0
 
     host: Residency = ABSENT
@@ -137,6 +145,8 @@ class TieredRadixTree:
         self.root.device = self.root.host = READY
         self.waiting: dict[str, Node] = {}
         self.condemned: dict[Hashable, Node] = {}
+        self.uncovered: list[Node] = []
+        """May hold nodes that no longer are."""
         self.evictable_tokens = 0
         self.protected_tokens = 0
         self.host_tokens = 0
@@ -235,7 +245,7 @@ class TieredRadixTree:
             upper.pages, node.pages = node.pages[:pages].copy(), node.pages[pages:].copy()
             upper.host_children = 1
         upper.device, upper.host = node.device, node.host
-        upper.device_locks, upper.host_locks = node.device_locks, node.host_locks
+        upper.device_locks, upper.host_locks, upper.uses = node.device_locks, node.host_locks, node.uses
         upper.waiters = node.waiters
         for ticket in node.tickets:
             ticket.nodes.insert(ticket.nodes.index(node), upper)
@@ -250,6 +260,8 @@ class TieredRadixTree:
             self.condemned[upper.key] = upper
         self.nodes += 1
         self.policy.split(upper, node)
+        if upper.uses:
+            self._reconsider(upper, Tier.HOST)
         return upper
 
     def identities(self, node: Node) -> list[bytes]:
@@ -266,6 +278,10 @@ class TieredRadixTree:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def on_host(self, node: Node) -> bool:
+        """Whether the whole path to ``node`` is on the host, or on its way there."""
+        return all(member.host is not ABSENT for member in self.path(node))
 
     # Residency
 
@@ -304,11 +320,13 @@ class TieredRadixTree:
         elif was is not ABSENT and state is ABSENT:
             assert node.host_locks == 0
             node.pages = None
-            node.stored = False
+            # The device may copy it down again: the store has it already.
+            node.stored = node.stored and node.device is not ABSENT
             node.parent.host_children -= 1
             self.host_tokens -= len(node)
             self.policy.evicted(node, Tier.HOST)
             self._reconsider(node.parent, Tier.HOST)
+            self._reconsider(node.parent, Tier.DEVICE)
         self._reconsider(node, Tier.HOST)
         self._reconsider(node, Tier.DEVICE)
 
@@ -346,36 +364,53 @@ class TieredRadixTree:
 
     # Locks
 
-    def lock(self, node: Node, tier: Tier) -> None:
-        """Keep the path root..node in ``tier`` until the matching ``unlock``."""
-        if tier is Tier.DEVICE:
-            for member in self.path(node):
+    def lock(self, node: Node, tier: Tier, below: Node | None = None) -> None:
+        """Keep the path root..node in ``tier`` until the matching ``unlock``.
+
+        On the host, only what comes after ``below``, a node of the path that is kept otherwise.
+        """
+        for member in self._locked(node, below):
+            if tier is Tier.HOST:
+                assert member.host is not ABSENT, member
+                member.host_locks += 1
+            else:
                 assert member.device is not ABSENT, member
                 if member.device_locks == 0:
                     self.evictable_tokens -= len(member)
                     self.protected_tokens += len(member)
                 member.device_locks += 1
-                self.candidates[tier].discard(member)
-                if member.device_locks == 1 and member in self.candidates[Tier.HOST]:
-                    self._reconsider(member, Tier.HOST)
-        else:
-            for member in self.path(node):
-                assert member.host is not ABSENT, member
-                member.host_locks += 1
-                self.candidates[tier].discard(member)
+            self.candidates[tier].discard(member)
 
-    def unlock(self, node: Node, tier: Tier) -> None:
-        for member in self.path(node):
-            if tier is Tier.DEVICE:
+    def unlock(self, node: Node, tier: Tier, below: Node | None = None) -> None:
+        for member in self._locked(node, below):
+            if tier is Tier.HOST:
+                assert member.host_locks > 0, member
+                member.host_locks -= 1
+            else:
                 assert member.device_locks > 0, member
                 member.device_locks -= 1
                 if member.device_locks == 0:
                     self.evictable_tokens += len(member)
                     self.protected_tokens -= len(member)
-            else:
-                assert member.host_locks > 0, member
-                member.host_locks -= 1
+                    if _lacks_cover(member):
+                        self.uncovered.append(member)
             self._reconsider(member, tier)
+
+    def hold(self, node: Node) -> None:
+        """Lock the path root..node on the device for a request, until the matching ``release``."""
+        self.lock(node, Tier.DEVICE)
+        for member in self.path(node):
+            member.uses += 1
+            if member.uses == 1:
+                self._reconsider(member, Tier.HOST)
+
+    def release(self, node: Node) -> None:
+        for member in self.path(node):
+            assert member.uses > 0, member
+            member.uses -= 1
+            if member.uses == 0:
+                self._reconsider(member, Tier.HOST)
+        self.unlock(node, Tier.DEVICE)
 
     # The waiting queue
 
@@ -449,7 +484,8 @@ class TieredRadixTree:
             else:
                 assert node.slots is None and node.device_locks == 0, node
             if node.host is not ABSENT:
-                assert parent.host is not ABSENT, f"host closure broken at {node}"
+                covered = parent.host is not ABSENT or parent.device_locks or parent in self.uncovered
+                assert covered, f"host closure broken at {node}"
                 assert node.pages is not None and len(node.pages) * self.page_size == len(node), node
                 assert node.host is READY or node.tickets, f"{node} is pending without a ticket"
                 host += len(node)
@@ -459,7 +495,8 @@ class TieredRadixTree:
             assert node.device_children == sum(c.device is not ABSENT for c in kids), node
             assert node.host_children == sum(c.host is not ABSENT for c in kids), node
             assert node.device_locks >= sum(c.device_locks for c in kids), node
-            assert node.host_locks >= sum(c.host_locks for c in kids), node
+            assert node.device_locks >= node.uses >= sum(c.uses for c in kids), node
+            assert node.device_locks or node.host_locks >= sum(c.host_locks for c in kids), node
             assert node.waiters == waiters.get(node.id, 0), node
             for tier, index in self.candidates.items():
                 assert (node in index) == self._is_candidate(node, tier), (tier, node)
@@ -473,8 +510,10 @@ class TieredRadixTree:
         if node.parent is None:
             return False
         if tier is Tier.DEVICE:
-            return node.device is READY and node.device_locks == 0 and node.device_children == 0
-        return node.host is READY and node.host_locks == 0 and node.host_children == 0
+            free = node.device is READY and node.device_locks == 0 and node.device_children == 0
+            return free and not _lacks_cover(node)
+        free = node.host is READY and node.host_locks == 0
+        return free and (node.host_children == 0 or node.uses > 0)
 
     def _reconsider(self, node: Node, tier: Tier) -> None:
         index = self.candidates[tier]
@@ -482,6 +521,9 @@ class TieredRadixTree:
             index.add(node)
         else:
             index.discard(node)
+
+    def _locked(self, node: Node, below: Node | None) -> Iterator[Node]:
+        return takewhile(lambda member: member is not below, self.path(node))
 
     def _child(self, node: Node, scope: PrefixScope, tokens: np.ndarray) -> Node:
         """The child of ``node`` that begins like ``tokens``, cut to what they share; if there is none, a new
@@ -515,3 +557,8 @@ class TieredRadixTree:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _lacks_cover(node: Node) -> bool:
+    """Whether evicting ``node`` from the device would leave what continues it on the host without a prefix."""
+    return node.host is ABSENT and node.host_children > 0

@@ -496,12 +496,12 @@ def test_insert_host_needs_its_parent_on_the_host_and_a_page_for_each() -> None:
         tree.insert_host(node, SCOPE, prompt(4, 2, 3), np.array([0]), names(1))
 
 
-def test_what_left_the_host_counts_as_unwritten() -> None:
+def test_what_the_device_may_copy_down_again_needs_no_second_writing() -> None:
     tree = make(4)
     node, _ = tree.insert_host(tree.root, SCOPE, prompt(4, 1), np.array([0]), names(1))
     tree.insert(SCOPE, prompt(4, 1), np.arange(4))
     tree.set_host(node, ABSENT)
-    assert not node.stored and node.device is READY
+    assert node.stored and node.device is READY
     tree.check()
 
 
@@ -833,8 +833,17 @@ def lost_device_lock(s: Sample) -> None:
 
 
 def lost_host_lock(s: Sample) -> None:
+    s.tree.unlock(s.inner, Tier.DEVICE)
     s.inner.host_locks += 2
     s.tree.candidates[Tier.HOST].discard(s.inner)
+
+
+def lost_use(s: Sample) -> None:
+    s.inner.uses = 1
+
+
+def more_uses_than_locks(s: Sample) -> None:
+    s.free.uses = 1
 
 
 def locked_while_absent(s: Sample) -> None:
@@ -936,6 +945,8 @@ CORRUPTIONS: list[Callable[[Sample], None]] = [
     pending_without_ticket,
     lost_device_lock,
     lost_host_lock,
+    lost_use,
+    more_uses_than_locks,
     locked_while_absent,
     host_locked_while_absent,
     slots_while_absent,

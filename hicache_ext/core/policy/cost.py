@@ -34,6 +34,9 @@ SAFE_ON_DEVICE = 0.25
 device.
 """
 
+IN_USE = 1e-3
+"""The same while a request uses the node on the device: it cannot be lost there, and is copied again after."""
+
 Key = tuple[int, int, int]
 """Baseline, factor and price of a node, each in steps."""
 
@@ -288,6 +291,8 @@ class Cost(EvictionPolicy):
         if tier is Tier.DEVICE:
             return recompute if node.host is Residency.ABSENT else min(costs.load, recompute)
         lost = max(recompute - costs.load, 1e-3 * recompute)
+        if node.uses:
+            return IN_USE * lost
         return lost if node.device is Residency.ABSENT else SAFE_ON_DEVICE * lost
 
     def _use_again(self, node: Node, visit: Visit) -> Use | None:

@@ -25,4 +25,4 @@ class TierAwareLru(EvictionPolicy):
 
     def host_rank(self, node: Node) -> Rank:
         # What is in use on the device cannot be lost there, and is copied again when it no longer is.
-        return (node.device_locks == 0, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)
+        return (node.uses == 0, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)

@@ -53,6 +53,8 @@ class Case:
     blocks: int | None = None
     layers: int = 1
     """A launch of the triton backend takes so many."""
+    whole: bool = False
+    """The staged backend copies whole pages, not strips of layers."""
 
     @property
     def name(self) -> str:
@@ -158,6 +160,7 @@ class Bench:
         elif case.backend == "staged" and case.direction == "h2d":
             widths = [len(s) for s in copy_triton.strips(self._layout(case.page_size, case.dtype))]
             yield replace(case, detail=f"layers {'+'.join(map(str, widths))}")
+            yield replace(case, whole=True, detail="whole pages")
         else:
             yield case
 
@@ -359,7 +362,8 @@ def staged(pool: Pool, case: Case) -> Made:
         load.stream.wait_stream(stream())
         where = copy_triton.device_pages(kv, pool.target)
         headers = load.headers(pool.host, pool.host_pages)
-        load(where, pool.host, pool.host_pages, headers, pool.sealed, pool.flags, lambda layers: None)
+        copy = load.whole if case.whole else load.by_layer
+        copy(where, pool.host, pool.host_pages, headers, pool.sealed, pool.flags, lambda layers: None)
 
     pool.fill_host()
     pool.forget()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.trace_replay_trace import Request
-from hicache_ext.core.cache import CacheConfig, TieredCache
+from hicache_ext.core.cache import CacheConfig, LoadJob, TieredCache
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy import EvictionPolicy
@@ -40,9 +40,10 @@ class Pool:
         self._top -= tokens
         return self._free[self._top : self._top + tokens].copy()
 
-    def free(self, slots: np.ndarray) -> None:
-        self._free[self._top : self._top + len(slots)] = slots
-        self._top += len(slots)
+    def free(self, *runs: np.ndarray) -> None:
+        for slots in runs:
+            self._free[self._top : self._top + len(slots)] = slots
+            self._top += len(slots)
 
 
 class Instant:
@@ -54,8 +55,9 @@ class Instant:
     def backup(self, seq: int, slots: list[np.ndarray], pages: np.ndarray, labels: Labels) -> None:
         self.backups.post(seq)
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray], labels: Labels) -> None:
-        self.loads.post(seq)
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None:
+        for job in jobs:
+            self.loads.post(job.seq)
 
     def poll(self) -> None:
         pass

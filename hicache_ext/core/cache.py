@@ -21,7 +21,7 @@ already holds them (``Node.doubt``) must compute again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
@@ -81,9 +81,19 @@ class DevicePool(Protocol):
         """Slots of whole pages, page by page contiguous; None if there are not enough."""
         ...
 
-    def free(self, slots: Slots) -> None:
+    def free(self, *runs: Slots) -> None:
         """Slots of whole pages; they can be allocated again when this returns."""
         ...
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Host ``pages`` (int64) to ``slots``, page by page; ``labels`` says what the pages must be."""
+
+    seq: int
+    pages: np.ndarray
+    slots: list[Slots]
+    labels: Labels
 
 
 class Transfers(Protocol):
@@ -101,8 +111,11 @@ class Transfers(Protocol):
         """Start copying device pages to host pages."""
         ...
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[Slots], labels: Labels) -> None:
-        """Start copying host pages to device pages, and checking that they are what ``labels`` says."""
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None:
+        """Start copying host pages to device pages, and checking them; the jobs may end together.
+
+        ``by_layer``: a forward pass waits for the layers one by one, so the first should come first.
+        """
         ...
 
     def wait_loads(self, seq: int) -> None:
@@ -318,6 +331,7 @@ class TieredCache:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
         freed = 0
         waited = False
+        runs: list[Slots] = []
         while freed < tokens:
             victims = self._victims(tokens - freed)
             if not victims:
@@ -332,7 +346,9 @@ class TieredCache:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
                 freed += len(victim)
-                self._drop_device(victim)
+                runs.append(self._drop_device(victim))
+        if runs:
+            self.device.free(*runs)
         return freed
 
     def evict_host(self, pages: int) -> int:
@@ -376,15 +392,19 @@ class TieredCache:
                     break
         self._submit_backup(nodes)
 
-    def start_loads(self) -> int:
+    def start_loads(self, *, by_layer: bool = True) -> int:
         """Start the queued loads; returns the load that a batch built now has to wait for, or -1.
 
-        The same on all ranks. The batch's results may be used after ``settle_loads`` of that number.
+        The same on all ranks. The batch's results may be used after ``settle_loads`` of that number. Without
+        ``by_layer`` nobody reads the first layers before all have come.
         """
-        for ticket, labels in self._queued_loads:
-            pages = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
-            self.transfers.load(ticket.seq, pages, [n.slots for n in ticket.nodes], labels)
-        self._queued_loads.clear()
+        if self._queued_loads:
+            jobs = []
+            for ticket, labels in self._queued_loads:
+                pages = np.concatenate([n.pages for n in ticket.nodes if n.pages is not None])
+                jobs.append(LoadJob(ticket.seq, pages, [n.slots for n in ticket.nodes], labels))
+            self.transfers.load(jobs, by_layer=by_layer)
+            self._queued_loads.clear()
         started = self.tickets.last_seq(Kind.LOAD)
         return started if started > self._applied[Kind.LOAD] else -1
 
@@ -708,10 +728,10 @@ class TieredCache:
             self.tree.split(node, keep)
         return node
 
-    def _drop_device(self, node: Node) -> None:
+    def _drop_device(self, node: Node) -> Slots:
+        """Returns the slots that are to be freed."""
         slots, tokens = node.slots, len(node)
         self.tree.set_device(node, ABSENT)
-        self.device.free(slots)
         self.stats.evicted_device += tokens
         if node.host is ABSENT:
             self.stats.evicted_lost += tokens
@@ -720,6 +740,7 @@ class TieredCache:
                 # It may have been cut from the end of a run whose rest still waits for its backup.
                 self._mark_dirty(parent)
             self.tree.prune(node)
+        return slots
 
     def _drop_host(self, node: Node) -> None:
         self.stats.evicted_host += len(node)

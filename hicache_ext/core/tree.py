@@ -560,5 +560,5 @@ class TieredRadixTree:
 
 
 def _lacks_cover(node: Node) -> bool:
-    """Whether evicting ``node`` from the device would leave what continues it on the host without a prefix."""
+    """Whether the device alone holds ``node``, and the host what continues it."""
     return node.host is ABSENT and node.host_children > 0

@@ -11,6 +11,7 @@ All decisions follow from the queue and the tree, so TP ranks take them alike.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from hicache_ext.core.tree import Node
 
 GROUP_BYTES = 2.5e9
 """Some 50 ms of a PCIe 5 bus with 16 lanes."""
+GROUPS = 2
+"""On their way at most: the bus need not idle until it is noticed that one has landed."""
 GATHER_STEPS = 3
 """Decoding steps that a group of less than half the size waits for more."""
 SPARE_SHARE = 8
@@ -33,6 +36,14 @@ class _Ahead:
     tokens: int
 
 
+@dataclass
+class _Group:
+    """Requests that are admitted together, once load ``seq`` has landed."""
+
+    seq: int
+    rids: set[str]
+
+
 class EarlyLoads:
     def __init__(self, cache: TieredCache, device_tokens: int, page_bytes: int) -> None:
         self._cache = cache
@@ -40,8 +51,7 @@ class EarlyLoads:
         self._group_tokens = max(int(GROUP_BYTES / page_bytes), 1) * cache.config.page_size
         self._queued: dict[str, None] = {}
         self._ahead: dict[str, _Ahead] = {}
-        self._group: set[str] = set()
-        self._seq = 0
+        self._groups: deque[_Group] = deque()
         self._gathered = 0
 
     def queued(self, rid: str) -> None:
@@ -51,7 +61,8 @@ class EarlyLoads:
     def forget(self, rid: str) -> None:
         """A request has left the queue; unknown ones are ignored."""
         self._queued.pop(rid, None)
-        self._group.discard(rid)
+        for group in self._groups:
+            group.rids.discard(rid)
         ahead = self._ahead.pop(rid, None)
         if ahead is not None:
             self._cache.unlock(ahead.node)
@@ -59,14 +70,14 @@ class EarlyLoads:
     def clear(self) -> None:
         """The tree is gone, and with it all locks."""
         self._ahead.clear()
-        self._group.clear()
+        self._groups.clear()
         self._gathered = 0
 
     def holds(self, rid: str) -> bool:
         """Whether a queued request should wait for its group."""
-        if rid in self._group:
+        if any(rid in group.rids for group in self._groups):
             return True
-        return bool(self._group or self._gathered) and rid in self._queued and self._missing(rid) > 0
+        return bool(self._groups or self._gathered) and rid in self._queued and self._missing(rid) > 0
 
     def tokens(self, rid: str) -> int:
         """What was loaded ahead for a request that is still queued."""
@@ -79,11 +90,11 @@ class EarlyLoads:
         ``busy``: something computes meanwhile. Otherwise nothing is gained by holding requests back.
         ``decoding``: what runs now is no prefill.
         """
-        if self._group and not self._cache.load_open(self._seq):
-            self._group.clear()
+        while self._groups and not self._cache.load_open(self._groups[0].seq):
+            self._groups.popleft()
         for rid in [rid for rid in self._queued if rid not in queue]:
             self.forget(rid)
-        if self._group:
+        if len(self._groups) == GROUPS:
             return
         missing = sum(map(self._missing, self._queued)) if busy else 0
         self._gathered = self._gathered + 1 if missing else 0
@@ -94,22 +105,23 @@ class EarlyLoads:
     def _next_group(self) -> None:
         cache = self._cache
         room = self._group_tokens
+        rids: set[str] = set()
         for rid in self._queued:
             tokens = self._missing(rid)
             if not tokens or cache.waits(rid):
                 continue
             free = cache.device.available() + cache.tree.evictable_tokens - self._spare
-            if tokens > free or (self._group and tokens > room):
+            if tokens > free or (rids and tokens > room):
                 break
             node = cache.tree.waiting[rid]
             if not cache.load(node, wait=False):
                 break
             cache.lock(node)
             self._ahead[rid] = _Ahead(node, tokens)
-            self._group.add(rid)
+            rids.add(rid)
             room -= tokens
-        if self._group:
-            self._seq = cache.start_loads()
+        if rids:
+            self._groups.append(_Group(cache.start_loads(by_layer=False), rids))
 
     def _missing(self, rid: str) -> int:
         """Tokens that a queued request has on the host only, and that are worth loading."""

@@ -29,8 +29,8 @@ class SlotPool:
     def alloc(self, tokens: int) -> torch.Tensor | None:
         return self._allocator.alloc(tokens)
 
-    def free(self, slots: torch.Tensor) -> None:
-        self._allocator.free_segment(slots, start_pos=0)
+    def free(self, *runs: torch.Tensor) -> None:
+        self._allocator.free_segment(torch.cat(runs), start_pos=0)
 
 
 _POOL_NAME = re.compile(r"(Pool|KVCache|Allocator)$")

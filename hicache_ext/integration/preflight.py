@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hicache_ext.core.cache import LoadJob
 from hicache_ext.core.header import NAMESPACE_BYTES, Integrity, Labels, sealed_pages
 from hicache_ext.core.page import IDENTITY_BYTES
 from hicache_ext.core.tick import CompletionQueue
@@ -63,14 +64,14 @@ def prove_layout(
     for layers_of_component in kv.buffers:
         for buffer in layers_of_component:
             buffer[home] = 0
-    engine.load(1, pages, [home], labels)
+    engine.load([LoadJob(1, pages, [home], labels)], by_layer=True)
     engine.drain()
     _assert_copied(engine.loads, 1)
     for layer, values in zip(layers, written, strict=True):
         _compare(_read(pool, layer, home), values, f"layer {layer} after the host")
     host.buffer[int(pages[-1]), layout.component_offset(0)] ^= 1
     engine.announces = False
-    engine.load(2, pages, [home], labels)
+    engine.load([LoadJob(2, pages, [home], labels)], by_layer=False)
     engine.drain()
     if sealed_pages(labels, integrity)[-1] and engine.loads.first_failure(1) != (2, count - 1):
         raise SettingsError("a damaged page passed the integrity check in the self-test; this is a bug")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hicache_ext.core.cache import LoadJob
 from hicache_ext.core.header import NAMESPACE_BYTES, Labels
 from hicache_ext.core.page import IDENTITY_BYTES
 from hicache_ext.core.planner import Planner
@@ -76,7 +77,7 @@ def load_bandwidth(kv: DeviceKV, host: HostPagePool, engine: Engine) -> float:
     engine.drain()
     engine.take_load_times()
     for _ in range(_RUNS):
-        engine.load(engine.loads.done() + 1, pages, slots, labels)
+        engine.load([LoadJob(engine.loads.done() + 1, pages, slots, labels)], by_layer=True)
         engine.drain()
     return count * layout.page_bytes / min(seconds for _, seconds in engine.take_load_times())
 

@@ -46,9 +46,12 @@ class CopyBackend(Protocol):
         ...
 
     def to_device(
-        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
         """Copy host pages to device pages; zeros in place of those that are not what ``labels`` says.
+
+        Args:
+            by_layer: the first layers are waited for before the last.
 
         Returns:
             Tensors in pinned memory, ``n`` elements together, not zero for such pages; valid once the last
@@ -97,7 +100,7 @@ class TorchBackend:
         return recorded()
 
     def to_device(
-        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
         verdicts = []
         parts = list(self._parts(len(pages)))

@@ -205,10 +205,12 @@ class StagedLoad:
     def __init__(self, kv: PagedKV, staging: tuple[int, int] = LOAD_STAGING) -> None:
         self._kv = kv
         count, self._size = staging
-        self._size = max(self._size, 8 * tables.layer_row_words(kv.layout, kv.layout.layers))
+        self._size = max(self._size, kv.layout.page_bytes)
         device = kv.kv.device
         words = [torch.zeros(self._size // 8, dtype=torch.int64, device=device) for _ in range(count)]
         self._ring = _Ring(words, device)
+        narrow = min(tables.layer_row_words(kv.layout, len(some)) for some in strips(kv.layout))
+        self._index = torch.arange(max(self._size // (8 * narrow), 1), device=device)
         self.strips = strips(kv.layout)
         self.stream = self._ring.copies
         """Where the copies run, None on the CPU: they start at once, unless it waits for something."""
@@ -225,7 +227,7 @@ class StagedLoad:
             copy_engine.read_headers(layout, host, pages, found)
         return found.view(torch.uint8)
 
-    def __call__(
+    def by_layer(
         self,
         slots: DevicePages,
         host: torch.Tensor,
@@ -235,7 +237,8 @@ class StagedLoad:
         flags: torch.Tensor,
         landed: Callable[[range], None],
     ) -> None:
-        """Copy rows ``pages`` of ``host``, uint8 ``[rows, page_bytes]``, pinned, to the engine's pages.
+        """Copy rows ``pages`` of ``host``, uint8 ``[rows, page_bytes]``, pinned, to the engine's pages, the
+        first layers first.
 
         Args:
             headers: what ``headers`` returned for ``pages``.
@@ -243,13 +246,10 @@ class StagedLoad:
             landed: called after the work of some layers is queued, to record an event in the current stream.
         """
         layout = self._kv.layout
-        if _is_scattered(layout, pages, self.strips):
-            copy = scatter(self._kv, host, upload(pages, headers.device), slots, checks, flags)
-            for some in _parts(layout.layers, DIRECT_LAYERS):
-                copy(range(some.start, some.stop))
-                landed(range(some.start, some.stop))
+        if _is_scattered(layout, pages, max(map(len, self.strips))):
+            self._direct(slots, host, pages, checks, flags, landed)
             return
-        index, words = torch.arange(len(pages), device=headers.device), headers.view(torch.int64)
+        words = headers.view(torch.int64)
         for layers in self.strips:
             step = self._size // (8 * tables.layer_row_words(layout, len(layers)))
             for part in _parts(len(pages), step):
@@ -259,14 +259,69 @@ class StagedLoad:
 
                 def drain(buffer: torch.Tensor, part: slice = part, layers: range = layers) -> None:
                     rows = tables.layer_rows(layout, buffer, len(layers), layers.start, words[part])
-                    mine, here = slots[part], index[: part.stop - part.start]
-                    check = None if checks is None else checks[part]
-                    kernels.scatter(
-                        self._kv, mine.slots, mine.starts, rows, here, check, flags[part], layers, STAGED
-                    )
+                    self._scatter(slots[part], rows, checks, flags, part, layers)
 
                 self._ring.turn(fill, drain, copies_fill=True)
             landed(layers)
+
+    def whole(
+        self,
+        slots: DevicePages,
+        host: torch.Tensor,
+        pages: np.ndarray,
+        headers: torch.Tensor,
+        checks: torch.Tensor | None,
+        flags: torch.Tensor,
+        landed: Callable[[range], None],
+    ) -> None:
+        """The same page by page: fewer and wider copies, but no layer is there before the last page is."""
+        layout = self._kv.layout
+        every = range(layout.layers)
+        if _is_scattered(layout, pages, layout.layers):
+            self._direct(slots, host, pages, checks, flags, landed)
+            return
+        for part in _parts(len(pages), self._size // layout.page_bytes):
+
+            def fill(buffer: torch.Tensor, part: slice = part) -> None:
+                copy_engine.read_pages(host, pages[part], self._rows(buffer, part))
+
+            def drain(buffer: torch.Tensor, part: slice = part) -> None:
+                rows = tables.page_rows(layout, self._rows(buffer, part))
+                self._scatter(slots[part], rows, checks, flags, part, every)
+
+            self._ring.turn(fill, drain, copies_fill=True)
+        landed(every)
+
+    def _rows(self, buffer: torch.Tensor, part: slice) -> torch.Tensor:
+        count, size = part.stop - part.start, self._kv.layout.page_bytes
+        return buffer[: count * size // 8].view(torch.uint8).view(count, size)
+
+    def _scatter(
+        self,
+        slots: DevicePages,
+        rows: tables.SlabRows,
+        checks: torch.Tensor | None,
+        flags: torch.Tensor,
+        part: slice,
+        layers: range,
+    ) -> None:
+        check = None if checks is None else checks[part]
+        index = self._index[: part.stop - part.start]
+        kernels.scatter(self._kv, slots.slots, slots.starts, rows, index, check, flags[part], layers, STAGED)
+
+    def _direct(
+        self,
+        slots: DevicePages,
+        host: torch.Tensor,
+        pages: np.ndarray,
+        checks: torch.Tensor | None,
+        flags: torch.Tensor,
+        landed: Callable[[range], None],
+    ) -> None:
+        copy = scatter(self._kv, host, upload(pages, slots.slots.device), slots, checks, flags)
+        for some in _parts(self._kv.layout.layers, DIRECT_LAYERS):
+            copy(range(some.start, some.stop))
+            landed(range(some.start, some.stop))
 
 
 def strips(layout: PageLayout) -> list[range]:
@@ -346,10 +401,10 @@ class _Ring:
         return None if self.copies is None else self.copies.record_event()
 
 
-def _is_scattered(layout: PageLayout, pages: np.ndarray, layers: list[range]) -> bool:
-    """Whether copies of strips would be so small that their launches take longer than the bus."""
+def _is_scattered(layout: PageLayout, pages: np.ndarray, layers: int) -> bool:
+    """Whether copies of so many layers would be so small that their launches take longer than the bus."""
     slab = max(layout.slab_bytes(c) for c in layout.components)
-    moved = len(pages) * layout.groups * slab * max(len(r) for r in layers)
+    moved = len(pages) * layout.groups * slab * layers
     return len(runs(pages)) * LEAST_COPY_BYTES > moved
 
 

@@ -7,13 +7,16 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from hicache_ext.core.cache import LoadJob
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.core.tick import CompletionQueue
 from hicache_ext.transfer.backends import make_backend, recorded
@@ -62,9 +65,9 @@ class Engine(Protocol):
     def signal(self) -> LayerSignal: ...
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None: ...
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None: ...
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None: ...
     def take_load_times(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of each load that has ended since the last call, without its wait for others."""
+        """(bytes, seconds) of loads that have ended since the last call, without their wait for others."""
         ...
 
     def poll(self) -> None: ...
@@ -135,8 +138,9 @@ class ThreadEngine:
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
         self._to_host.submit(lambda: self._backup(seq, torch.cat(slots), pages, labels))
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
-        self._to_device.submit(lambda: self._load(seq, pages, torch.cat(slots), labels))
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None:
+        for job in jobs:
+            self._to_device.submit(partial(self._load, job))
 
     def take_load_times(self) -> list[tuple[int, float]]:
         return [self._load_times.popleft() for _ in range(len(self._load_times))]
@@ -177,7 +181,8 @@ class ThreadEngine:
             void(self, pages)
         self.backups.post(seq)
 
-    def _load(self, seq: int, pages: np.ndarray, slots: torch.Tensor, labels: Labels) -> None:
+    def _load(self, job: LoadJob) -> None:
+        seq, pages, slots, labels = job.seq, job.pages, torch.cat(job.slots), job.labels
         layout = self.kv.layout
         bad: int | None = None
         started = time.perf_counter()
@@ -219,15 +224,13 @@ class ThreadEngine:
 
 
 @dataclass
-class _Load:
-    """A load in a stream: ``verdicts`` as a backend returned them, valid once ``ended`` has passed; None
-    if the copy raised. Both events are timed."""
+class _Loads:
+    """Loads that are one copy in a stream: ``verdicts`` as a backend returned them for all pages in order,
+    valid once ``ended`` has passed; None if the copy raised. Both events are timed."""
 
-    seq: int
+    jobs: list[LoadJob]
     begun: torch.cuda.Event
     ended: torch.cuda.Event
-    pages: np.ndarray
-    labels: Labels
     verdicts: list[torch.Tensor] | None
 
 
@@ -259,7 +262,7 @@ class StreamEngine:
         self._to_host = torch.cuda.Stream(kv.device, priority=-1)
         self._to_device = torch.cuda.Stream(kv.device, priority=-1)
         self._backups: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._loads: deque[_Load] = deque()
+        self._loads: deque[_Loads] = deque()
         self._load_times: list[tuple[int, float]] = []
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
@@ -277,8 +280,15 @@ class StreamEngine:
                 ended = recorded()
             self._backups.append((seq, ended))
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[torch.Tensor], labels: Labels) -> None:
-        index = self._hand_over(slots, self._to_device)
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None:
+        # Pages of several namespaces and epochs have no labels in common.
+        for _, alike in groupby(jobs, key=lambda job: (job.labels.namespace, job.labels.epoch)):
+            self._load_alike(list(alike), by_layer)
+
+    def _load_alike(self, jobs: list[LoadJob], by_layer: bool) -> None:
+        pages = np.concatenate([job.pages for job in jobs])
+        labels = replace(jobs[0].labels, identities=np.concatenate([job.labels.identities for job in jobs]))
+        index = self._hand_over([run for job in jobs for run in job.slots], self._to_device)
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._to_device):
             begun = recorded(timed=True)
@@ -290,13 +300,14 @@ class StreamEngine:
                 events.extend([recorded()] * len(layers))
 
             try:
-                verdicts = self._backend.to_device(index, pages, labels, landed)
+                verdicts = self._backend.to_device(index, pages, labels, landed, by_layer)
             except Exception:
-                logger.exception("hicache-ext: load %d of %d pages failed", seq, len(pages))
+                logger.exception("hicache-ext: a load of %d pages failed", len(pages))
                 verdicts = None
                 landed(range(len(events), self.kv.layout.layers))
-            self.signal.add(seq, events)
-            self._loads.append(_Load(seq, begun, recorded(timed=True), pages, labels, verdicts))
+            for job in jobs:
+                self.signal.add(job.seq, events)
+            self._loads.append(_Loads(jobs, begun, recorded(timed=True), verdicts))
 
     def take_load_times(self) -> list[tuple[int, float]]:
         times, self._load_times = self._load_times, []
@@ -309,32 +320,38 @@ class StreamEngine:
             self._settle(self._loads.popleft())
 
     def wait_loads(self, seq: int) -> None:
-        for load in self._loads:
-            if load.seq <= seq:
-                load.ended.synchronize()
+        for loads in self._loads:
+            if loads.jobs[0].seq <= seq:
+                loads.ended.synchronize()
         self.poll()
 
     def drain(self) -> None:
         for _, ended in self._backups:
             ended.synchronize()
-        for load in self._loads:
-            load.ended.synchronize()
+        for loads in self._loads:
+            loads.ended.synchronize()
         self.poll()
 
     def close(self) -> None:
         self.drain()
 
-    def _settle(self, load: _Load) -> None:
-        if load.verdicts is None:
-            self.counts.refused[Reason.COPY] += len(load.pages)
-            self.loads.post(load.seq, 0)
+    def _settle(self, loads: _Loads) -> None:
+        layout = self.kv.layout
+        if loads.verdicts is None:
+            for job in loads.jobs:
+                self.counts.refused[Reason.COPY] += len(job.pages)
+                self.loads.post(job.seq, 0)
             return
-        nbytes = len(load.pages) * self.kv.layout.page_bytes
-        self._load_times.append((nbytes, load.begun.elapsed_time(load.ended) / 1e3))
-        bad = torch.cat(load.verdicts).nonzero().flatten().tolist()
-        self.counts.bytes_to_device += (len(load.pages) - len(bad)) * self.kv.layout.payload_bytes
-        refuse(self, load.pages, load.labels, bad)
-        self.loads.post(load.seq, bad[0] if bad else None)
+        nbytes = sum(len(job.pages) for job in loads.jobs) * layout.page_bytes
+        self._load_times.append((nbytes, loads.begun.elapsed_time(loads.ended) / 1e3))
+        refused = torch.cat(loads.verdicts).numpy().astype(bool)
+        start = 0
+        for job in loads.jobs:
+            bad = np.flatnonzero(refused[start : start + len(job.pages)]).tolist()
+            start += len(job.pages)
+            self.counts.bytes_to_device += (len(job.pages) - len(bad)) * layout.payload_bytes
+            refuse(self, job.pages, job.labels, bad)
+            self.loads.post(job.seq, bad[0] if bad else None)
 
     def _hand_over(self, slots: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:
         """One slot tensor for ``stream``, which waits for all work queued so far.

@@ -43,13 +43,14 @@ class StagedBackend:
         return event
 
     def to_device(
-        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
         headers = self._load.headers(self.host.buffer, pages)
         checks = checks_of(headers, self.seal, labels)
         flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
         index = copy_triton.device_pages(self._kv, slots)
-        self._load(index, self.host.buffer, pages, headers, checks, flags, landed)
+        load = self._load.by_layer if by_layer else self._load.whole
+        load(index, self.host.buffer, pages, headers, checks, flags, landed)
         return [flags]
 
 
@@ -81,7 +82,7 @@ class DirectBackend:
         return recorded()
 
     def to_device(
-        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed
+        self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
         layout = self._kv.layout
         rows = upload(pages, slots.device)

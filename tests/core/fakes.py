@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hicache_ext.core.cache import CacheConfig, TieredCache, WritePolicy
+from hicache_ext.core.cache import CacheConfig, LoadJob, TieredCache, WritePolicy
 from hicache_ext.core.epochs import claim, is_local
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope, page_identities
@@ -56,7 +56,11 @@ class FakeDevice:
             np.array(pages, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)
         ).reshape(-1)
 
-    def free(self, slots: np.ndarray) -> None:
+    def free(self, *runs: np.ndarray) -> None:
+        for slots in runs:
+            self._free(slots)
+
+    def _free(self, slots: np.ndarray) -> None:
         pages = slots[:: self.page_size] // self.page_size
         assert np.array_equal(
             slots, (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
@@ -105,8 +109,9 @@ class FakeTransfers:
         self.backup_jobs.append(Job(seq, np.concatenate(slots), pages, labels, self.fail_next_backup))
         self.fail_next_backup = False
 
-    def load(self, seq: int, pages: np.ndarray, slots: list[np.ndarray], labels: Labels) -> None:
-        self.load_jobs.append(Job(seq, np.concatenate(slots), pages, labels))
+    def load(self, jobs: Sequence[LoadJob], *, by_layer: bool) -> None:
+        for job in jobs:
+            self.load_jobs.append(Job(job.seq, np.concatenate(job.slots), job.pages, job.labels))
 
     def corrupt(self, page: int) -> None:
         """Damage a host page; its header stays."""

@@ -16,6 +16,7 @@ from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.engine import ThreadEngine, make_engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layout import Component, PageLayout
+from tests.transfer.loading import load
 
 PAGE, PAGES = 4, 4
 LAYOUT = PageLayout(PAGE, 3, torch.float32, (Component("K", 2, 8), Component("V", 2, 8)), 2)
@@ -53,7 +54,7 @@ class Rig:
 
     def load(self, expected: Labels) -> tuple[int | None, dict[Reason, int]]:
         """The first bad page, and how many were refused why."""
-        self.engine.load(1, self.pages, [self.target], expected)
+        load(self.engine, 1, self.pages, [self.target], expected)
         self.engine.drain()
         failure = self.engine.loads.first_failure(0)
         return None if failure is None else failure[1], dict(self.engine.counts.refused)

@@ -131,3 +131,17 @@ def test_random_queues_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     queue.end_copies()
     queue.rig.cache.check()
     assert queue.rig.cache.tree.protected_tokens == 0 and not len(queue.rig.cache.tickets)
+
+
+def test_a_second_group_is_on_its_way_before_the_first_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(monkeypatch, sessions=6, pages=2, group=4)
+    rids = [queue.arrive(number) for number in range(6)]
+    queue.step()
+    queue.step()
+    queue.step()
+    started = [rid for rid in rids if queue.early.tokens(rid)]
+    assert started == rids[:4] and all(queue.early.holds(rid) for rid in rids)
+    queue.end_copies()
+    queue.step()
+    assert not any(queue.early.holds(rid) for rid in rids[:4])
+    assert all(queue.early.tokens(rid) for rid in rids)

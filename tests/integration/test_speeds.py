@@ -23,6 +23,7 @@ from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layout import Component, PageLayout
 from hicache_ext.transfer.seal import Seal
 from tests.core.fakes import Ranks, make_rig
+from tests.transfer.loading import load
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,7 +64,7 @@ def test_loads_are_tracked_while_serving() -> None:
     pages, slots = np.arange(PAGES), [torch.arange(4 * PAGES)]
     labels = Labels(np.zeros((PAGES, IDENTITY_BYTES), np.uint8), bytes(NAMESPACE_BYTES), 0)
     for _ in range(9):
-        engine.load(engine.loads.done() + 1, pages, slots, labels)
+        load(engine, engine.loads.done() + 1, pages, slots, labels)
         engine.drain()
     clock.step()
     assert speeds.measured.load_bandwidth > first / 1000

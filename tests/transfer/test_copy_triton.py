@@ -117,18 +117,23 @@ def test_backup_and_load(
     target = slots_of([1, 2, 11, 6, 5], page_size)
     flags = torch.zeros(PAGES, dtype=torch.int32, device=DEVICE)
     load = StagedLoad(kv, (2, 8 * layer_row_words(layout, layout.layers)))
-    landed: list[int] = []
-    headers = load.headers(host, order)
-    assert headers[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
-    load(copy_triton.device_pages(kv, target), host, order, headers, sealed, flags, landed.extend)
-    assert landed == list(range(layout.layers))
-    assert not flags.any()
-    for layers, old in zip(kv.kv.buffers, saved, strict=True):
-        assert all(torch.equal(b[target], o) for b, o in zip(layers, old, strict=True))
+    for copy in (load.by_layer, load.whole):
+        for layers in kv.kv.buffers:
+            for buffer in layers:
+                buffer[target] = 0
+        landed: list[int] = []
+        headers = load.headers(host, order)
+        assert headers[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
+        copy(copy_triton.device_pages(kv, target), host, order, headers, sealed, flags, landed.extend)
+        assert landed == list(range(layout.layers))
+        assert not flags.any()
+        for layers, old in zip(kv.kv.buffers, saved, strict=True):
+            assert all(torch.equal(b[target], o) for b, o in zip(layers, old, strict=True))
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["staged", "direct"])
-def test_bad_pages_are_zeros(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
+def test_bad_pages_are_zeros(by_layer: bool, scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_triton, "LEAST_COPY_BYTES", 1 << 40 if scattered else 0)
     kv = random_kv(MHA, 4, 4)
     layout = kv.layout
@@ -143,7 +148,8 @@ def test_bad_pages_are_zeros(scattered: bool, monkeypatch: pytest.MonkeyPatch) -
     saved = [[b[slots].clone() for b in layers] for layers in kv.kv.buffers]
     load = StagedLoad(kv, (2, 1))
     headers = load.headers(host, IN_RUNS)
-    load(copy_triton.device_pages(kv, target), host, IN_RUNS, headers, checks, flags, lambda layers: None)
+    copy = load.by_layer if by_layer else load.whole
+    copy(copy_triton.device_pages(kv, target), host, IN_RUNS, headers, checks, flags, lambda layers: None)
     assert flags.tolist() == [0, 0, 1, 1, 0]
     for index, (layers, old) in enumerate(zip(kv.kv.buffers, saved, strict=True)):
         for layer, (buffer, want) in enumerate(zip(layers, old, strict=True)):

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from hicache_ext.core.cache import LoadJob
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.transfer import engine as engine_module
 from hicache_ext.transfer.choices import FaultKind, FaultPlan, FaultTier
@@ -23,6 +24,7 @@ from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 from hicache_ext.transfer.layout import Component, PageLayout
 from hicache_ext.transfer.seal import Seal
+from tests.transfer.loading import load
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,7 +125,7 @@ def test_pages_survive_the_way_to_the_host_and_back(rig: Rig) -> None:
     pages, labels = host_pages(5, 0, 9), labels_of(1, 2, 3)
     rig.engine.backup(1, [slots_of(1), torch.cat([slots_of(2), slots_of(3)])], pages, labels)
     rig.engine.drain()
-    rig.engine.load(1, pages, [slots_of(10), torch.cat([slots_of(4), slots_of(12)])], labels)
+    load(rig.engine, 1, pages, [slots_of(10), torch.cat([slots_of(4), slots_of(12)])], labels)
     rig.engine.drain()
     assert torch.equal(rig.rows([10, 4, 12]), expected)
     assert rig.engine.backups.done() == rig.engine.loads.done() == 1
@@ -136,7 +138,7 @@ def test_calls_return_before_the_bytes_have_moved(rig: Rig) -> None:
     """Kind 11: the scheduler thread never waits for a copy."""
     gates = [rig.hold("_to_host"), rig.hold("_to_device")]
     rig.engine.backup(1, [slots_of(1)], host_pages(0), labels_of(1))
-    rig.engine.load(1, host_pages(1), [slots_of(2)], labels_of(1))
+    load(rig.engine, 1, host_pages(1), [slots_of(2)], labels_of(1))
     rig.engine.poll()
     assert rig.engine.backups.done() == rig.engine.loads.done() == 0
     assert not rig.host.buffer.any()
@@ -161,7 +163,7 @@ def test_each_direction_is_first_in_first_out(rig: Rig) -> None:
     gate.set()
     rig.engine.drain()
     assert seen == [1, 2, 3, 4, 5]
-    rig.engine.load(1, host_pages(0), [slots_of(9)], labels_of(5))
+    load(rig.engine, 1, host_pages(0), [slots_of(9)], labels_of(5))
     rig.engine.drain()
     assert torch.equal(rig.rows([9]), rig.rows([5])), "the last of five copies to one page came last"
 
@@ -169,7 +171,7 @@ def test_each_direction_is_first_in_first_out(rig: Rig) -> None:
 def test_directions_do_not_wait_for_each_other(rig: Rig) -> None:
     rig.hold("_to_host")
     rig.engine.backup(1, [slots_of(1)], host_pages(0), labels_of(1))
-    rig.engine.load(1, host_pages(1), [slots_of(2)], labels_of(1))
+    load(rig.engine, 1, host_pages(1), [slots_of(2)], labels_of(1))
     LayerCounter(LAYERS, rig.engine.signal).events[1].wait(LAYERS - 1)
     assert rig.engine.backups.done() == 0
 
@@ -182,7 +184,7 @@ def test_the_slots_of_a_job_are_those_of_its_call(rig: Rig) -> None:
     slots[0] = slots_of(2)
     gate.set()
     rig.engine.drain()
-    rig.engine.load(1, host_pages(0), [slots_of(9)], labels_of(1))
+    load(rig.engine, 1, host_pages(0), [slots_of(9)], labels_of(1))
     rig.engine.drain()
     assert torch.equal(rig.rows([9]), rig.rows([1]))
 
@@ -201,7 +203,7 @@ def test_attention_waits_for_each_layer(rig: Rig, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(engine_module, "scatter_layer", gated)
     counter = LayerCounter(LAYERS, rig.engine.signal)
-    rig.engine.load(1, host_pages(0), [slots_of(8)], labels_of(1))
+    load(rig.engine, 1, host_pages(0), [slots_of(8)], labels_of(1))
     arrived: list[int] = []
     progress = threading.Condition()
 
@@ -238,7 +240,7 @@ def test_kind_corrupt_page_from_a_lower_tier(rig: Rig, bad: int) -> None:
     labels = rig.to_host([1, 2, 3], pages)
     rig.host.buffer[pages[bad], LAYOUT.component_offset(1)] ^= 0x80
     gate = rig.hold("_to_device")
-    rig.engine.load(1, host_pages(*pages), [slots_of(p) for p in (10, 4, 12)], labels)
+    load(rig.engine, 1, host_pages(*pages), [slots_of(p) for p in (10, 4, 12)], labels)
     counter = LayerCounter(LAYERS, rig.engine.signal)
     counter.set_consumer(1)
     attention = attend(counter)
@@ -263,8 +265,8 @@ def test_the_first_of_several_bad_pages_is_posted(rig: Rig) -> None:
     pages = [9, 8, 3, 2]
     labels = rig.to_host([1, 2, 3, 4], pages)
     rig.host.buffer[[2, 8], LAYOUT.component_offset(0) + 5] ^= 1
-    rig.engine.load(1, host_pages(*pages), [slots_of(p) for p in (10, 11, 12, 13)], labels)
-    rig.engine.load(2, host_pages(3), [slots_of(14)], labels_of(3))
+    load(rig.engine, 1, host_pages(*pages), [slots_of(p) for p in (10, 11, 12, 13)], labels)
+    load(rig.engine, 2, host_pages(3), [slots_of(14)], labels_of(3))
     rig.engine.drain()
     assert rig.engine.loads.first_failure(0) == (1, 1)
     assert rig.engine.loads.first_failure(1) is None
@@ -284,7 +286,7 @@ def test_the_first_of_several_bad_pages_is_posted(rig: Rig) -> None:
 )
 def test_a_page_of_another_prompt_model_or_epoch_is_refused(rig: Rig, labels: Labels, reason: Reason) -> None:
     rig.to_host([1, 2], [0, 1])
-    rig.engine.load(1, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
+    load(rig.engine, 1, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
     rig.engine.drain()
     first, count = (1, 1) if reason is Reason.IDENTITY else (0, 2)
     assert rig.engine.loads.first_failure(0) == (1, first)
@@ -293,7 +295,7 @@ def test_a_page_of_another_prompt_model_or_epoch_is_refused(rig: Rig, labels: La
 
 
 def test_a_page_that_was_never_written_is_refused(rig: Rig) -> None:
-    rig.engine.load(1, host_pages(4), [slots_of(10)], labels_of(1))
+    load(rig.engine, 1, host_pages(4), [slots_of(10)], labels_of(1))
     rig.engine.drain()
     assert rig.engine.loads.first_failure(0) == (1, 0) and rig.engine.counts.refused == {Reason.MAGIC: 1}
 
@@ -304,7 +306,7 @@ def test_a_refused_page_is_named_in_the_log(
 ) -> None:
     rig.engine.announces = announces
     with caplog.at_level(logging.WARNING):
-        rig.engine.load(1, host_pages(4, 5), [slots_of(10), slots_of(11)], labels_of(1, 2))
+        load(rig.engine, 1, host_pages(4, 5), [slots_of(10), slots_of(11)], labels_of(1, 2))
         rig.engine.drain()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (2 if announces else 0)
@@ -336,8 +338,8 @@ def test_a_failed_backup_completes_and_leaves_no_page_that_verifies(
     assert rig.engine.backups.first_failure(0) is None, "a backup only completes"
     assert rig.engine.counts.failed_backups == 3
     assert rig.engine.counts.bytes_to_host == 4 * LAYOUT.payload_bytes, "only what was copied counts"
-    rig.engine.load(1, host_pages(*pages), [slots_of(p) for p in (10, 11, 12)], labels)
-    rig.engine.load(2, host_pages(7), [slots_of(13)], labels_of(4))
+    load(rig.engine, 1, host_pages(*pages), [slots_of(p) for p in (10, 11, 12)], labels)
+    load(rig.engine, 2, host_pages(7), [slots_of(13)], labels_of(4))
     rig.engine.drain()
     assert rig.engine.counts.refused == {Reason.MAGIC: 3} and not rig.rows([10, 11, 12]).any()
     assert rig.engine.loads.first_failure(0) == (1, 0) and rig.engine.loads.first_failure(1) is None
@@ -354,7 +356,7 @@ def test_a_failed_write_to_the_host_voids_the_pages(rig: Rig, monkeypatch: pytes
 
     monkeypatch.setattr(rig.host, "write", half)
     rig.to_host([1], [0])
-    rig.engine.load(1, host_pages(0), [slots_of(10)], labels)
+    load(rig.engine, 1, host_pages(0), [slots_of(10)], labels)
     rig.engine.drain()
     assert rig.engine.loads.first_failure(0) == (1, 0) and rig.engine.counts.failed_backups == 1
 
@@ -374,7 +376,7 @@ def test_a_raising_copy_to_the_device_is_a_bad_load_and_wakes_its_waiters(
 
     monkeypatch.setattr(engine_module, "scatter_layer", fails)
     gate = rig.hold("_to_device")
-    rig.engine.load(1, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
+    load(rig.engine, 1, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
     counter = LayerCounter(LAYERS, rig.engine.signal)
     counter.set_consumer(1)
     attention = attend(counter)
@@ -385,7 +387,7 @@ def test_a_raising_copy_to_the_device_is_a_bad_load_and_wakes_its_waiters(
     assert rig.engine.loads.first_failure(0) == (1, 0)
     assert rig.engine.counts.refused == {Reason.COPY: 2} and rig.engine.counts.bytes_to_device == 0
     monkeypatch.setattr(engine_module, "scatter_layer", real)
-    rig.engine.load(2, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
+    load(rig.engine, 2, host_pages(0, 1), [slots_of(10), slots_of(11)], labels)
     rig.engine.drain()
     assert rig.engine.loads.first_failure(1) is None and torch.equal(rig.rows([10, 11]), rig.rows([1, 2]))
 
@@ -397,7 +399,7 @@ def test_a_load_that_makes_no_sense_is_a_bad_load(
     rig: Rig, pages: list[int], slots: list[torch.Tensor]
 ) -> None:
     rig.to_host([1], [0])
-    rig.engine.load(1, host_pages(*pages), slots, labels_of(1))
+    load(rig.engine, 1, host_pages(*pages), slots, labels_of(1))
     rig.engine.drain()
     assert rig.engine.loads.done() == 1 and rig.engine.loads.first_failure(0) == (1, 0)
     rig.engine.signal.wait(1, LAYERS - 1)
@@ -413,7 +415,7 @@ def test_injected_faults_are_met_and_refused(tier: FaultTier) -> None:
     faults = rig.engine.faults
     assert faults is not None and faults.met == 0
     assert faults.injected.total() == (3 if tier is FaultTier.TRANSFER else 0)
-    rig.engine.load(1, host_pages(5, 0, 9), [slots_of(p) for p in (10, 11, 12)], labels)
+    load(rig.engine, 1, host_pages(5, 0, 9), [slots_of(p) for p in (10, 11, 12)], labels)
     rig.engine.drain()
     assert faults.met == faults.injected.total() == rig.engine.counts.refused.total() == 3
     assert rig.engine.loads.first_failure(0) == (1, 0) and not rig.rows([10, 11, 12]).any()
@@ -445,7 +447,7 @@ def test_waiting_for_a_load_waits_for_those_before_it_and_not_for_those_after_it
 
     monkeypatch.setattr(rig.engine.seal, "verify", gated)
     for seq in (1, 2, 3):
-        rig.engine.load(seq, host_pages(seq - 1), [slots_of(9 + seq)], labels_of(seq))
+        load(rig.engine, seq, host_pages(seq - 1), [slots_of(9 + seq)], labels_of(seq))
     waited = threading.Event()
 
     def wait() -> None:
@@ -490,3 +492,21 @@ def test_close_ends_the_threads_and_a_late_drain_does_not_hang(rig: Rig) -> None
 def test_workers_do_not_keep_the_process_alive(rig: Rig) -> None:
     workers = [t for t in threading.enumerate() if t.name.startswith("hicache-ext")]
     assert len(workers) == 2 and all(t.daemon for t in workers)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_loads_that_start_together_have_each_their_own_verdict(rig: Rig, by_layer: bool) -> None:
+    pages = [0, 1, 2, 3]
+    labels = rig.to_host([1, 2, 3, 4], pages)
+    rig.host.buffer[2, LAYOUT.component_offset(0) + 5] ^= 1
+    expected = rig.rows([1, 2, 4])
+    jobs = [
+        LoadJob(1, host_pages(0, 1), [slots_of(10), slots_of(11)], labels[:2]),
+        LoadJob(2, host_pages(2), [slots_of(12)], labels[2:3]),
+        LoadJob(3, host_pages(3), [slots_of(13)], labels[3:]),
+    ]
+    rig.engine.load(jobs, by_layer=by_layer)
+    rig.engine.drain()
+    assert rig.engine.loads.done() == 3
+    assert [rig.engine.loads.first_failure(n) for n in range(3)] == [(2, 0), (2, 0), None]
+    assert torch.equal(rig.rows([10, 11, 13]), expected)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache_ext.core.cache import LoadJob
 from hicache_ext.core.header import Integrity, Labels, Reason
 from hicache_ext.transfer import backends
 from hicache_ext.transfer.choices import CopyBackendName, FaultPlan, FaultTier
@@ -16,6 +17,7 @@ from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
 from hicache_ext.transfer.layout import Component, PageLayout
 from hicache_ext.transfer.seal import Seal
+from tests.transfer.loading import load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -72,7 +74,7 @@ def test_round_trip_restores_every_bit_and_touches_nothing_else(page_size: int, 
     labels = labels_of(source)
     engine.backup(1, [slots_of(source[:9], page_size), slots_of(source[9:], page_size)], host, labels)
     engine.drain()
-    engine.load(1, host, [slots_of(target, page_size)], labels)
+    load(engine, 1, host, [slots_of(target, page_size)], labels)
     engine.drain()
     assert engine.backups.done() == engine.loads.done() == 1
     assert engine.loads.first_failure(0) is None
@@ -96,7 +98,7 @@ def test_a_load_waits_for_the_backup_it_reads() -> None:
     engine.backup(1, [slots_of(pages, 16)], np.arange(32), labels_of(pages))
     while engine.backups.done() < 1:
         engine.poll()
-    engine.load(1, np.arange(32), [slots_of(pages + 32, 16)], labels_of(pages))
+    load(engine, 1, np.arange(32), [slots_of(pages + 32, 16)], labels_of(pages))
     engine.drain()
     assert engine.loads.first_failure(0) is None
     for layers in kv.buffers:
@@ -136,7 +138,7 @@ def test_attention_waits_for_its_layer() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(engine._to_device):
         torch.cuda._sleep(200_000_000)
-    engine.load(1, pages - 1, [slots], labels_of(pages))
+    load(engine, 1, pages - 1, [slots], labels_of(pages))
     counter.set_consumer(1)
     with torch.cuda.stream(forward):
         for layer in range(5):
@@ -178,8 +180,9 @@ def test_numpy_verifies_what_the_gpu_sealed_and_the_other_way_round(integrity: I
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("bad", [[0], [5], [11], [3, 8]])
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
 def test_kind_corrupt_page_from_a_lower_tier(
-    page_size: int, bad: list[int], monkeypatch: pytest.MonkeyPatch
+    page_size: int, bad: list[int], by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit flipped in pinned memory: zeros in its place, the first page is posted, all others arrive.
 
@@ -191,8 +194,9 @@ def test_kind_corrupt_page_from_a_lower_tier(
         host.buffer[page, kv.layout.component_offset(page % 2) + page] ^= 0x10
     target = np.arange(20, 32)
     before = [[b.clone() for b in layers] for layers in kv.buffers]
-    engine.load(1, np.arange(12), [slots_of(target, page_size)], labels)
-    engine.load(2, np.array([1]), [slots_of(np.array([40]), page_size)], labels_of(np.array([1])))
+    first = LoadJob(1, np.arange(12), [slots_of(target, page_size)], labels)
+    other = slots_of(np.array([40]), page_size)
+    engine.load([first, LoadJob(2, np.array([1]), [other], labels_of(np.array([1])))], by_layer=by_layer)
     engine.drain()
     assert engine.loads.first_failure(0) == (1, bad[0]) and engine.loads.first_failure(1) is None
     assert engine.counts.refused == {Reason.CHECKSUM: len(bad)}
@@ -215,7 +219,7 @@ def test_kind_corrupt_page_from_a_lower_tier(
 def test_a_page_of_another_prompt_is_refused() -> None:
     kv, _, engine, _ = backed_up(16)
     slots = slots_of(np.array([20, 21]), 16)
-    engine.load(1, np.array([3, 4]), [slots], labels_of(np.array([3, 5])))
+    load(engine, 1, np.array([3, 4]), [slots], labels_of(np.array([3, 5])))
     engine.drain()
     assert engine.loads.first_failure(0) == (1, 1) and engine.counts.refused == {Reason.IDENTITY: 1}
     assert not any(bool(layer[slots[16:]].any()) for layers in kv.buffers for layer in layers)
@@ -228,7 +232,7 @@ def test_waiting_for_a_load_waits_for_its_verdict_and_not_for_later_loads() -> N
         torch.cuda._sleep(200_000_000)
     for seq in (1, 2, 3):
         page = np.array([seq])
-        engine.load(seq, page, [slots_of(page + 20, 16)], labels_of(page))
+        load(engine, seq, page, [slots_of(page + 20, 16)], labels_of(page))
         if seq == 2:
             with torch.cuda.stream(engine._to_device):
                 torch.cuda._sleep(2_000_000_000)
@@ -248,7 +252,7 @@ def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs() -> None:
     labels = labels_of(pages)
     # Once before, for what is made at the first call.
     engine.backup(1, [slots_of(pages + 1, 16)], pages, labels)
-    engine.load(1, pages, [slots_of(pages + 20, 16)], labels)
+    load(engine, 1, pages, [slots_of(pages + 20, 16)], labels)
     engine.drain()
     slots = slots_of(pages + 1, 16), slots_of(pages + 20, 16)
     with torch.cuda.stream(forward):
@@ -257,7 +261,7 @@ def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs() -> None:
         ended.record()
     engine.backup(2, [slots[0]], pages + 4, labels)
     assert not ended.query(), "the backup waited for the forward pass"
-    engine.load(2, pages, [slots[1]], labels)
+    load(engine, 2, pages, [slots[1]], labels)
     assert not ended.query(), "the load waited for the forward pass"
     engine.drain()
     assert engine.loads.first_failure(0) is None
@@ -275,7 +279,7 @@ def test_injected_faults_are_met_and_refused(tier: FaultTier) -> None:
     engine.drain()
     for old_layers, new_layers in zip(before, kv.buffers, strict=True):
         assert all(torch.equal(old, new) for old, new in zip(old_layers, new_layers, strict=True))
-    engine.load(1, pages, [slots_of(pages + 20, 16)], labels_of(pages))
+    load(engine, 1, pages, [slots_of(pages + 20, 16)], labels_of(pages))
     engine.drain()
     assert faults.met == faults.injected.total() == engine.counts.refused.total() == 12
     assert engine.loads.first_failure(0) == (1, 0)

@@ -35,7 +35,7 @@ device.
 """
 
 IN_USE = 1e-3
-"""The same while a request uses the node on the device: it cannot be lost there, and is copied again after."""
+"""The same while a request uses the node on the device: it cannot be lost there, and is copied afterwards."""
 
 Key = tuple[int, int, int]
 """Baseline, factor and price of a node, each in steps."""

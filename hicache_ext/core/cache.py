@@ -44,6 +44,9 @@ from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
 
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
 
+MOST_WAITING = 256
+"""Nodes at most that wait so, because each step looks at all of them."""
+
 HASHED_PAGES = 4096
 """Page identities computed at most per step: some milliseconds of the scheduler thread."""
 
@@ -64,6 +67,9 @@ class CacheConfig:
     """Tokens: a longer victim is cut, so that an eviction frees what is needed and not a whole prompt."""
     backup_limit: int = 1 << 16
     """Tokens whose backup is submitted at most per step."""
+    ease: float = 0.125
+    """As long as an eviction can free this share of the device pool at once, copies wait for room on a full
+    host. Requests that come meanwhile make some: the host need not hold what they use. 1: no copy waits."""
     tick_limit: int = 64
     """Completions applied at most per queue and tick."""
     remote: RemoteConfig | None = None
@@ -196,6 +202,8 @@ class TieredCache:
         self.epoch = 0
         """Of the tree's namespace, as all who share its pages count; stands in every page's header."""
         self._dirty: deque[Node] = deque()
+        self._deferred = False
+        """Whether what is dirty waits for room on the host."""
         self._applied = {Kind.BACKUP: 0, Kind.LOAD: 0}
         self._queued_loads: list[tuple[Ticket, Labels]] = []
         self.remote: RemoteTier | None = None
@@ -334,6 +342,9 @@ class TieredCache:
         runs: list[Slots] = []
         while freed < tokens:
             victims = self._victims(tokens - freed)
+            if not victims and self.tree.uncovered:
+                self._cover(force=True)
+                continue
             if not victims:
                 if waited or not self.tickets.open[Kind.BACKUP]:
                     break
@@ -368,6 +379,7 @@ class TieredCache:
 
     def flush_backups(self) -> None:
         """Write-through: submit the backup of what was inserted since, parents before children."""
+        self._deferred = False
         if not self._dirty:
             return
         nodes: list[Node] = []
@@ -383,6 +395,10 @@ class TieredCache:
                 if node.uses and self._crowded(node):
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
+                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
+                    node.backup_queued = self._deferred = True
+                    self._dirty.appendleft(node)
+                    break
                 chain = self._reserve_host(node, budget)
                 nodes += chain
                 budget -= sum(len(n) for n in chain)
@@ -491,14 +507,13 @@ class TieredCache:
     # Inspection
 
     def pending(self) -> bool:
-        """Whether any transfer or backup is outstanding."""
+        """Whether any transfer is outstanding, or a backup that does not wait for room."""
         remote = self.remote is not None and self.remote.pending()
-        return bool(len(self.tickets) or self._dirty or remote)
+        return bool(len(self.tickets) or (self._dirty and not self._deferred) or remote)
 
     def check(self) -> None:
         """Assert every invariant: the tree's, the tickets', and that host pages are owned exactly once."""
         self.tree.check()
-        assert not self.tree.uncovered
         self.tickets.check()
         owned = [n.pages for n in self.tree.walk() if n.pages is not None]
         outside = 0
@@ -556,19 +571,46 @@ class TieredCache:
         """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
         return sum(map(len, self._missing(node))) > self.host_pages.free * self.config.page_size
 
-    def _cover(self) -> None:
-        """Copy down, whatever else must leave the host, what was in use on the device without a copy below it
-        while its continuation is on the host; where there is no room at all, the continuation goes."""
-        while self.tree.uncovered:
-            node = self.tree.uncovered.pop()
+    def _cover(self, *, force: bool = False) -> None:
+        """See to what was in use on the device without a host copy below it, while its continuation is on the
+        host: once the host has room for it, or the device needs its room, it is copied down, whatever else
+        must leave the host. Where there is no room at all, the continuation goes."""
+        waiting, self.tree.uncovered = self.tree.uncovered, []
+        for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
+            if not force and node.doubt is Doubt.NONE and self._crowded(node):
+                self.tree.uncovered.append(node)
+                if self._at_ease(waiting[number:]):
+                    self.tree.uncovered += waiting[number + 1 :]
+                    return
+                self.tree.uncovered.pop()
             if node.doubt is Doubt.NONE:
                 self._submit_backup(self._reserve_host(node, admit=True))
             if node.host is ABSENT:
                 for member in reversed(list(self.tree.subtree(node))[1:]):
                     if member.host is READY:
                         self._drop_host(member)
+
+    def _at_ease(self, waiting: list[Node]) -> bool:
+        """Whether the device could free a part of its pool that is enough for now, without ``waiting``."""
+        if len(waiting) > MOST_WAITING:
+            return False
+        free, evictable = self.device.available(), self.tree.evictable_tokens
+        total = free + evictable + self.tree.protected_tokens
+        return free + evictable - self._stuck(waiting) >= self.config.ease * total
+
+    def _stuck(self, waiting: list[Node]) -> int:
+        """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""
+        seen: set[int] = set()
+        tokens = 0
+        for node in waiting:
+            if node.parent is None or node.device is ABSENT or node.host is not ABSENT:
+                continue
+            for member in takewhile(lambda n: not n.device_locks and n.id not in seen, self.tree.path(node)):
+                seen.add(member.id)
+                tokens += len(member)
+        return tokens
 
     def _reserve_host(self, node: Node, limit: int | None = None, *, admit: bool = False) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -191,3 +193,44 @@ def test_a_store_gets_the_continuation_once_the_prefix_has_its_copy_again() -> N
     rig.cache.unlock(node)
     settle(rig)
     assert len(shared.pages) == len(LONG) // PAGE
+
+
+def test_copies_wait_for_room_while_the_device_is_at_ease() -> None:
+    rig = make_rig(device_pages=12, host_pages=6)
+    node = use_the_start(rig)
+    crowd(rig)
+    rig.cache.config = replace(rig.cache.config, ease=0.5)
+    rig.cache.unlock(node)
+    settle(rig)
+    assert node.host is ABSENT and not node.device_locks and found(rig, LONG) == len(LONG)
+    assert found(rig, OTHER) == len(OTHER)
+    # What comes next is in use on the device: its copy can leave for the one that waits.
+    held = node_at(rig, OTHER)
+    rig.cache.lock(held)
+    put(rig, prompt(PAGE, 31, 32, 33, 34))
+    settle(rig)
+    assert node.host is READY and held.host is ABSENT and found(rig, LONG) == len(LONG)
+    rig.cache.check()
+
+
+def test_what_is_new_waits_for_room_too() -> None:
+    rig = make_rig(device_pages=12, host_pages=3, ease=0.5)
+    to_host(rig, OTHER)
+    put(rig, START)
+    settle(rig)
+    assert node_at(rig, START).host is ABSENT and found(rig, OTHER) == len(OTHER)
+    put(rig, prompt(PAGE, 41, 42, 43, 44))
+    settle(rig)
+    assert node_at(rig, START).host is READY and found(rig, OTHER) == 0
+
+
+def test_an_eviction_frees_all_that_waits_for_room() -> None:
+    rig = make_rig(device_pages=12, host_pages=6)
+    node = use_the_start(rig)
+    crowd(rig)
+    rig.cache.config = replace(rig.cache.config, ease=0.5)
+    rig.cache.unlock(node)
+    assert rig.cache.tree.uncovered == [node]
+    total = rig.cache.tree.evictable_tokens
+    assert rig.cache.evict(rig.device.total) == total and rig.device.available() == rig.device.total
+    rig.cache.check()

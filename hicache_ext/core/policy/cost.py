@@ -34,9 +34,6 @@ SAFE_ON_DEVICE = 0.25
 device.
 """
 
-IN_USE = 1e-3
-"""The same while a request uses the node on the device: it cannot be lost there, and is copied afterwards."""
-
 Key = tuple[int, int, int]
 """Baseline, factor and price of a node, each in steps."""
 
@@ -59,15 +56,21 @@ class CostIndex:
         self._entries = 0
         self._changes = 0
         self._waited = EvictionIndex(lambda node: (node.stamp,))
+        # Copies of what requests use on the device cannot be lost there, and are made again after. Those of
+        # the latest first: they are in use for longest.
+        self._in_use = EvictionIndex(lambda node: (-node.stamp,))
 
     def __len__(self) -> int:
-        return len(self._members) + len(self._waited)
+        return len(self._members) + len(self._waited) + len(self._in_use)
 
     def __contains__(self, node: Node) -> bool:
-        return node.id in self._members or node in self._waited
+        return node.id in self._members or node in self._waited or node in self._in_use
 
     def add(self, node: Node) -> None:
-        self._waited.discard(node)
+        self.discard(node)
+        if node.uses:
+            self._in_use.add(node)
+            return
         key = self._policy.key(node, self._tier)
         time = self._policy.use(node).visit.time
         self._members[node.id] = (node, key, time)
@@ -88,8 +91,11 @@ class CostIndex:
     def discard(self, node: Node) -> None:
         self._members.pop(node.id, None)
         self._waited.discard(node)
+        self._in_use.discard(node)
 
     def pop(self) -> Node | None:
+        if (node := self._in_use.pop()) is not None:
+            return node
         node = self.peek()
         if node is None:
             return self._waited.pop()
@@ -99,6 +105,8 @@ class CostIndex:
 
     def peek(self) -> Node | None:
         """The next victim that nobody waits for."""
+        if (used := self._in_use.peek()) is not None:
+            return used
         retries = RETRIES
         while self._members:
             if not self._order or self._changes > min(REORDER, len(self._members) // 8):
@@ -131,6 +139,7 @@ class CostIndex:
     def clear(self) -> None:
         self._members.clear()
         self._waited.clear()
+        self._in_use.clear()
         self._rebuild()
 
     def _top(self, key: Key, end: int) -> Node | None:
@@ -263,7 +272,7 @@ class Cost(EvictionPolicy):
     def admit(self, node: Node, tier: Tier) -> bool:
         index = self._indexes[tier]
         weakest = index.peek()
-        if weakest is None:
+        if weakest is None or weakest.uses:
             return True
         mine = self.rank(node, self.key(node, tier))
         return mine > self.rank(weakest, self.key(weakest, tier))
@@ -291,8 +300,6 @@ class Cost(EvictionPolicy):
         if tier is Tier.DEVICE:
             return recompute if node.host is Residency.ABSENT else min(costs.load, recompute)
         lost = max(recompute - costs.load, 1e-3 * recompute)
-        if node.uses:
-            return IN_USE * lost
         return lost if node.device is Residency.ABSENT else SAFE_ON_DEVICE * lost
 
     def _use_again(self, node: Node, visit: Visit) -> Use | None:

@@ -24,5 +24,7 @@ class TierAwareLru(EvictionPolicy):
         return (node.waiters > 0, node.stamp, node.host is not Residency.READY)
 
     def host_rank(self, node: Node) -> Rank:
-        # What is in use on the device cannot be lost there, and is copied again when it no longer is.
-        return (node.uses == 0, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)
+        if node.uses:
+            # It cannot be lost on the device, and is copied again after; the latest is in use for longest.
+            return (False, False, -node.stamp)
+        return (True, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)

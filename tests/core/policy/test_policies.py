@@ -26,7 +26,9 @@ class Server:
     def __init__(self, policy: str, device: int, host: int = 0) -> None:
         self.policy = make_policy(policy, device_tokens=device, host_tokens=host, page_size=1, costs=COSTS)
         self.pool = Pool(device)
-        self.cache = TieredCache(CacheConfig(1, host, evict_granule=1), self.policy, self.pool, Instant())
+        self.cache = TieredCache(
+            CacheConfig(1, host, evict_granule=1, ease=1.0), self.policy, self.pool, Instant()
+        )
 
     def serve(self, *tokens: int) -> int:
         """Serve a prompt; returns its tokens that were found on either tier."""

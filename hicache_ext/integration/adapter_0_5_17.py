@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
     IncLockRefResult,
     InitLoadBackParams,
     MatchPrefixParams,
@@ -67,6 +69,7 @@ class HicacheExtCache0517(HicacheExtCache):
         self._early = EarlyLoads(cache, self.token_to_kv_pool_allocator.size, page_bytes)
         self._scheduler: Any = None
         self._busy = False
+        self._idle_steps = 0
         self._matched: dict[str, Any] = {}
         self._load_needed = -1
 
@@ -136,6 +139,27 @@ class HicacheExtCache0517(HicacheExtCache):
             decoding = last is not None and last.forward_mode.is_decode()
             queue = {req.rid for req in self._scheduler.waiting_queue}
             self._early.step(queue, busy=self._busy, decoding=decoding)
+            self._idle_steps = 0 if self._busy else self._idle_steps + 1
+            if self._idle_steps > 1:
+                # The first of the queue was not admitted: it may lack the room that others hold.
+                for rid in self._loaded_ahead():
+                    self._early.forget(rid)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        freed = super().evict(params).num_tokens_evicted
+        # A request that runs is given room without a look at locks: where there is none, it or SGLang ends.
+        for rid in reversed(self._loaded_ahead()):
+            if freed >= params.num_tokens:
+                break
+            self._early.forget(rid)
+            self.cache.settle_loads(self.cache.start_loads())
+            freed += super().evict(EvictParams(num_tokens=params.num_tokens - freed)).num_tokens_evicted
+        return EvictResult(num_tokens_evicted=freed)
+
+    def _loaded_ahead(self) -> list[str]:
+        """Queued requests that hold pages on the device, who is served first first."""
+        queue = () if self._scheduler is None else self._scheduler.waiting_queue
+        return [req.rid for req in queue if self._early.tokens(req.rid)]
 
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         self._scheduler = scheduler
@@ -144,6 +168,8 @@ class HicacheExtCache0517(HicacheExtCache):
     def reset(self) -> None:
         super().reset()
         self._early.clear()
+        self._matched.clear()
+        self._load_needed = -1
 
     # A request's pages
 

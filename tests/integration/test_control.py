@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
+from tests.releases import only_on
 
 with warnings.catch_warnings():
     # Some of what SGLang imports warns about itself.
     warnings.simplefilter("ignore")
+    only_on("0.5.23")
     from sglang.srt.managers import io_struct as io
 
 from hicache_ext.integration import control

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("sglang")
+from tests.releases import only_on
 
 with warnings.catch_warnings():
     # Some of what SGLang imports warns about itself.
     warnings.simplefilter("ignore")
+    only_on("0.5.23")
     from sglang.srt.managers import io_struct, schedule_batch
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
     from sglang.srt.mem_cache import common

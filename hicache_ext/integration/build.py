@@ -21,7 +21,7 @@ from hicache_ext.integration.namespace import WeightVersions, namespace_of
 from hicache_ext.integration.pools import HeadShard, SlotPool, account_for_pools, describe
 from hicache_ext.integration.preflight import prove_layout
 from hicache_ext.integration.queue import QueueOrder
-from hicache_ext.integration.release import adapter_class, parallel_sizes
+from hicache_ext.integration.release import adapter_class, data_parallel, parallel_sizes
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
 from hicache_ext.integration.speeds import Stores, agreed_speeds, load_bandwidth, prefill_costs
@@ -169,12 +169,11 @@ def open_stores(
     settings: Settings, ctx: Any, kv: DeviceKV, host: HostPagePool, seal: Seal, speeds: Speeds
 ) -> Stores:
     """The remote tier of this rank. Raises SettingsError if a store cannot be used as asked."""
-    from sglang.srt.runtime_context import get_parallel
-
     layout = kv.layout
     rules = ALWAYS if settings.fetch == "always" else PlanSettings()
     planner = Planner(speeds, layout.page_size, layout.page_bytes, rules)
-    shard, dp = head_shard(ctx), get_parallel()
+    shard = head_shard(ctx)
+    dp_rank, dp_ranks = data_parallel(ctx)
     total, replica, replicas = shard.copies(layout)
     try:
         engine = open_remote(
@@ -185,8 +184,8 @@ def open_stores(
             planner,
             total_groups=total,
             # Data-parallel ranks see other prompts, and a folder belongs to one process.
-            replica=replica + replicas * (dp.dp_rank or 0),
-            replicas=replicas * dp.num_dp_ranks,
+            replica=replica + replicas * dp_rank,
+            replicas=replicas * dp_ranks,
             writes=replica == 0,
         )
     except StoreError as error:

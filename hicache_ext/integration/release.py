@@ -44,6 +44,17 @@ def parallel_sizes(server_args: Any) -> tuple[int, int, int]:
     return cfg.tp_size, replicas, cfg.nnodes
 
 
+def data_parallel(ctx: Any) -> tuple[int, int]:
+    """(This rank among the data-parallel ranks, their number); ``ctx`` is a ``TreeCacheBuildContext``."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if hasattr(parallel, "num_dp_ranks"):
+        return parallel.dp_rank or 0, parallel.num_dp_ranks
+    ranks = ctx.tp_worker.model_runner.ps
+    return ranks.dp_rank or 0, ranks.dp_size
+
+
 def rank_labels() -> dict[str, Any]:
     """Prometheus labels that tell the ranks apart."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled

@@ -61,6 +61,7 @@ class Engine(BaseEngine):
 
     cache: HicacheExtCache0517
     parallel: ClassVar = {"attn_tp_size": 1, "attn_tp_rank": 0}
+    model_runner: ClassVar = SimpleNamespace(ps=SimpleNamespace(dp_rank=None, dp_size=1))
 
     def __init__(self, page_size: int, *, config: dict[str, Any] | None = None, **options: Any) -> None:
         """``config``: settings that SGLang's batches and release read from the running server."""

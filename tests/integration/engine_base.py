@@ -38,6 +38,7 @@ class BaseEngine:
 
     parallel: ClassVar[dict[str, Any]]
     """What SGLang knows of its ranks."""
+    model_runner: ClassVar[Any] = SimpleNamespace()
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class BaseEngine:
                 revision=None,
             ),
             tp_worker=SimpleNamespace(
-                model_runner=SimpleNamespace(),
+                model_runner=self.model_runner,
                 register_hicache_layer_transfer_counter=self.counters.append,
             ),
         )

@@ -340,6 +340,8 @@ class TieredCache:
         freed = 0
         waited = False
         runs: list[Slots] = []
+        if self._deferred and tokens > 0:
+            self.flush_backups(tokens)
         while freed < tokens:
             victims = self._victims(tokens - freed)
             if not victims and self.tree.uncovered:
@@ -377,8 +379,11 @@ class TieredCache:
 
     # Once per step
 
-    def flush_backups(self) -> None:
-        """Write-through: submit the backup of what was inserted since, parents before children."""
+    def flush_backups(self, need: int = 0) -> None:
+        """Write-through: submit the backup of what was inserted since, parents before children.
+
+        ``need`` tokens are about to leave the device.
+        """
         self._deferred = False
         if not self._dirty:
             return
@@ -395,7 +400,7 @@ class TieredCache:
                 if node.uses and self._crowded(node):
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
-                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
+                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered], need):
                     node.backup_queued = self._deferred = True
                     self._dirty.appendleft(node)
                     break
@@ -592,13 +597,13 @@ class TieredCache:
                     if member.host is READY:
                         self._drop_host(member)
 
-    def _at_ease(self, waiting: list[Node]) -> bool:
-        """Whether the device could free a part of its pool that is enough for now, without ``waiting``."""
+    def _at_ease(self, waiting: list[Node], need: int = 0) -> bool:
+        """Whether the device could free ``need`` tokens, and some for what may come, without ``waiting``."""
         if len(waiting) > MOST_WAITING:
             return False
         free, evictable = self.device.available(), self.tree.evictable_tokens
         total = free + evictable + self.tree.protected_tokens
-        return free + evictable - self._stuck(waiting) >= self.config.ease * total
+        return free + evictable - self._stuck(waiting) >= self.config.ease * total + need
 
     def _stuck(self, waiting: list[Node]) -> int:
         """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""

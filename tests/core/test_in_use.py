@@ -234,3 +234,18 @@ def test_an_eviction_frees_all_that_waits_for_room() -> None:
     total = rig.cache.tree.evictable_tokens
     assert rig.cache.evict(rig.device.total) == total and rig.device.available() == rig.device.total
     rig.cache.check()
+
+
+def test_an_eviction_copies_down_first_what_waits_for_room() -> None:
+    """New pages wait; before they could be lost, they displace the copies of what is in use."""
+    rig = make_rig(device_pages=12, host_pages=3, ease=0.25)
+    to_host(rig, OTHER)
+    assert rig.cache.load(node_at(rig, OTHER)) == len(OTHER)
+    held = node_at(rig, OTHER)
+    rig.cache.lock(held)
+    settle(rig)
+    put(rig, START)
+    settle(rig)
+    assert node_at(rig, START).host is ABSENT
+    assert rig.cache.evict(8 * PAGE) == len(START)
+    assert held.host is ABSENT and found(rig, START) == len(START) and device_len(rig, START) == 0

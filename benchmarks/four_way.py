@@ -3,7 +3,6 @@
     small    a small KV pool and no host tier
     hicache  the same with SGLang's own hierarchical cache
     ext      the same with hicache-ext
-    ext-cost the same with hicache-ext's eviction policy `cost`
     large    a KV pool that holds everything: the limit, as if GPU memory were infinite
 
 Without --model-path the servers run random weights of a known shape, which need no download. Needs a GPU for
@@ -62,12 +61,11 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 VOCABULARY = 32000
-SERVERS = ("small", "hicache", "ext", "ext-cost", "large")
+SERVERS = ("small", "hicache", "ext", "large")
 TITLES = {
     "small": "small pool",
     "hicache": "small pool + SGLang's HiCache",
     "ext": "small pool + hicache-ext",
-    "ext-cost": "small pool + hicache-ext, cost policy",
     "large": "large pool",
 }
 
@@ -154,11 +152,9 @@ def server_flags(name: str, options: argparse.Namespace) -> list[str]:
     if name == "hicache":
         flags += ["--enable-hierarchical-cache", "--hicache-size", f"{options.host_gb:g}"]
         flags += shlex.split(options.hicache_flags)
-    if name.startswith("ext"):
+    if name == "ext":
         flags += ["--enable-hicache-ext", "--hicache-ext-host-gb", f"{options.host_gb:g}"]
         flags += shlex.split(options.ext_flags)
-    if name == "ext-cost":
-        flags += ["--hicache-ext-config", str(options.cost_settings)]
     return flags
 
 
@@ -195,10 +191,12 @@ def measure(
             progress.update(task, description=name)
             records = asyncio.run(run_load(url, load, lambda _: progress.advance(task)))
             exactness = None
-            if name.startswith("ext") and options.exactness:
+            metrics = _metrics(url) if name == "ext" else {}
+            if name == "ext" and options.exactness:
                 progress.update(task, description=f"{name}: exactness")
+                # A full host may rather keep what it has.
+                _flush(url)
                 exactness = asdict(asyncio.run(check_exactness(url, load, options.pool)))
-            metrics = _metrics(url) if name.startswith("ext") else {}
     return {
         "name": name,
         "flags": flags,
@@ -379,8 +377,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model_path or Path(scratch)
-        options.cost_settings = Path(scratch) / "cost.toml"
-        options.cost_settings.write_text('eviction_policy = "cost"\n')
         options.model_flags = [] if options.model_path else random_model(model, options.shape)
         logs = options.logs or Path(tempfile.mkdtemp(prefix="four-way-"))
         logs.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,6 @@ def test_exactness_counts_only_hits_of_the_host() -> None:
 
 def test_the_servers_differ_in_their_caches_only(tmp_path: Path) -> None:
     options = four_way.build_parser().parse_args(["--pool", "1024", "--large-pool", "9000", "--host-gb", "3"])
-    options.cost_settings = tmp_path / "cost.toml"
     flags = {name: four_way.server_flags(name, options) for name in four_way.SERVERS}
     for name, of in flags.items():
         assert of[of.index("--max-total-tokens") + 1] == ("9000" if name == "large" else "1024")

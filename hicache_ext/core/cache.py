@@ -338,7 +338,6 @@ class TieredCache:
     def evict(self, tokens: int) -> int:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
         freed = 0
-        waited = False
         runs: list[Slots] = []
         if self._deferred and tokens > 0:
             self.flush_backups(tokens)
@@ -348,12 +347,11 @@ class TieredCache:
                 self._cover(force=True)
                 continue
             if not victims:
-                if waited or not self.tickets.open[Kind.BACKUP]:
+                if not self.tickets.open[Kind.BACKUP]:
                     break
                 # What is left is locked by copies in flight, or by requests; only the former will end.
                 self.stats.evict_waits += 1
                 self._settle_backups()
-                waited = True
                 continue
             if self.config.write_policy is WritePolicy.WRITE_BACK:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])

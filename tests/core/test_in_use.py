@@ -249,3 +249,20 @@ def test_an_eviction_copies_down_first_what_waits_for_room() -> None:
     assert node_at(rig, START).host is ABSENT
     assert rig.cache.evict(8 * PAGE) == len(START)
     assert held.host is ABSENT and found(rig, START) == len(START) and device_len(rig, START) == 0
+
+
+def test_an_eviction_waits_as_often_as_copies_lead_to_copies() -> None:
+    """The end of one backup uncovers a prefix, whose own backup then holds what was to be evicted."""
+    rig = make_rig(device_pages=12, host_pages=7)
+    node = use_the_start(rig)
+    branch = np.concatenate([START, prompt(PAGE, 9)])
+    put(rig, branch)
+    rig.cache.flush_backups()
+    assert node_at(rig, branch).host is Residency.PENDING
+    rig.cache.evict_host(3)
+    assert node.host is ABSENT and node.host_children == 2
+    rig.cache.unlock(node)
+    assert node.device_locks and not rig.cache.tree.uncovered
+    assert rig.cache.evict(rig.device.total) == len(branch)
+    assert rig.cache.stats.evict_waits == 2
+    rig.cache.check()

@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from tests.netns import cannot_limit, network, unusable
 from tests.server.harness import SGLangServer
-from tests.server.remote import MooncakeUp, Segment, chat_remote, nudge, store_hits, think, wait_up
+from tests.server.remote import InTurns, MooncakeUp, Segment, chat_remote, settled_hits, think, wait_up
 from tests.server.workload import prompt
 
 
@@ -117,27 +116,12 @@ def measure(options: argparse.Namespace) -> list[Pass]:
 def play(
     name: str, ids: list[list[int]], passes: int, with_store: SGLangServer, without: SGLangServer
 ) -> Pass:
-    """All prompts, to both servers in turns; each goes first every other time."""
-    done = Pass(name, [], [], 0.0, 0)
-    before = _hits(with_store)
-    for number, tokens in enumerate(track(ids * passes, name)):
-        pair = [(with_store, done.with_store), (without, done.without)]
-        answers = []
-        for server, times in pair if number % 2 else pair[::-1]:
-            begin = time.monotonic()
-            answers.append(server.generate(input_ids=tokens, max_new_tokens=1).output_ids)
-            times.append(time.monotonic() - begin)
-        done.equal += answers[0] == answers[1]
-        done.prompt_tokens += len(tokens)
-    done.store_tokens = _hits(with_store) - before
-    return done
-
-
-def _hits(server: SGLangServer) -> float:
-    nudge(server)
-    time.sleep(0.3)
-    nudge(server)
-    return store_hits(server)
+    """All prompts, to both servers in turns."""
+    times = InTurns()
+    before = settled_hits(with_store)
+    times.ask(track(ids * passes, name), with_store, without)
+    hits = settled_hits(with_store) - before
+    return Pass(name, times.without, times.with_store, hits, passes * sum(map(len, ids)), times.equal)
 
 
 def show(passes: list[Pass]) -> None:

@@ -61,6 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pool", type=int, default=2048, help="device pool of each server, tokens")
     add("--host-gb", type=float, default=0.1, help="host tier of each server, GB")
     add("--rates", type=float, nargs="+", default=[20.0], metavar="MB/S", help="speeds of the slow link")
+    add(
+        "--plain-first",
+        action="store_true",
+        help="start the server without a store first: which of two equal servers is faster depends on that",
+    )
     add("--output", type=Path, metavar="FILE", help="write all times as JSON")
     return parser
 
@@ -81,7 +86,7 @@ def measure(options: argparse.Namespace) -> list[Pass]:
     made: list[Pass] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        network("server", "store") as hosts,
+        network("server", "plain", "store") as hosts,
         ExitStack() as stack,
     ):
         place = Path(folder)
@@ -89,15 +94,15 @@ def measure(options: argparse.Namespace) -> list[Pass]:
         stack.callback(master.close)
         segment = Segment(master, 1024, hosts["store"])
         stack.callback(segment.close)
+        # Both in a namespace, as like each other as can be.
         # Asked in turn, more prompts than fit are never found nearby, on either server.
         size = {"device_tokens": options.pool, "host_gb": options.host_gb, "eviction_policy": "lru"}
-        with_store, without = (
-            stack.enter_context(chat_remote(options.model, place / name, urls, host=host, **size))
-            for name, urls, host in (
-                ("with", [master.url(segment_gb=0)], hosts["server"]),
-                ("without", [], None),
-            )
-        )
+        kinds = [("with", [master.url(segment_gb=0)], hosts["server"]), ("without", [], hosts["plain"])]
+        servers = {
+            name: stack.enter_context(chat_remote(options.model, place / name, urls, host=host, **size))
+            for name, urls, host in (kinds[::-1] if options.plain_first else kinds)
+        }
+        with_store, without = servers["with"], servers["without"]
         wait_up(with_store)
         ids = [prompt(seed, options.tokens) for seed in range(options.prompts)]
         play("first use, fast store", ids, 1, with_store, without)

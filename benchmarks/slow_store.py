@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from tests.netns import cannot_limit, network, unusable
 from tests.server.harness import SGLangServer
-from tests.server.remote import MooncakeUp, Segment, chat_remote, nudge, store_hits, think, wait_up
+from tests.server.remote import InTurns, MooncakeUp, Segment, chat_remote, settled_hits, think, wait_up
 from tests.server.workload import prompt
 
 
@@ -62,6 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pool", type=int, default=2048, help="device pool of each server, tokens")
     add("--host-gb", type=float, default=0.1, help="host tier of each server, GB")
     add("--rates", type=float, nargs="+", default=[20.0], metavar="MB/S", help="speeds of the slow link")
+    add(
+        "--plain-first",
+        action="store_true",
+        help="start the server without a store first: which of two equal servers is faster depends on that",
+    )
     add("--output", type=Path, metavar="FILE", help="write all times as JSON")
     return parser
 
@@ -82,7 +86,7 @@ def measure(options: argparse.Namespace) -> list[Pass]:
     made: list[Pass] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        network("server", "store") as hosts,
+        network("server", "plain", "store") as hosts,
         ExitStack() as stack,
     ):
         place = Path(folder)
@@ -90,15 +94,15 @@ def measure(options: argparse.Namespace) -> list[Pass]:
         stack.callback(master.close)
         segment = Segment(master, 1024, hosts["store"])
         stack.callback(segment.close)
+        # Both in a namespace, as like each other as can be.
         # Asked in turn, more prompts than fit are never found nearby, on either server.
         size = {"device_tokens": options.pool, "host_gb": options.host_gb, "eviction_policy": "lru"}
-        with_store, without = (
-            stack.enter_context(chat_remote(options.model, place / name, urls, host=host, **size))
-            for name, urls, host in (
-                ("with", [master.url(segment_gb=0)], hosts["server"]),
-                ("without", [], None),
-            )
-        )
+        kinds = [("with", [master.url(segment_gb=0)], hosts["server"]), ("without", [], hosts["plain"])]
+        servers = {
+            name: stack.enter_context(chat_remote(options.model, place / name, urls, host=host, **size))
+            for name, urls, host in (kinds[::-1] if options.plain_first else kinds)
+        }
+        with_store, without = servers["with"], servers["without"]
         wait_up(with_store)
         ids = [prompt(seed, options.tokens) for seed in range(options.prompts)]
         play("first use, fast store", ids, 1, with_store, without)
@@ -117,27 +121,12 @@ def measure(options: argparse.Namespace) -> list[Pass]:
 def play(
     name: str, ids: list[list[int]], passes: int, with_store: SGLangServer, without: SGLangServer
 ) -> Pass:
-    """All prompts, to both servers in turns; each goes first every other time."""
-    done = Pass(name, [], [], 0.0, 0)
-    before = _hits(with_store)
-    for number, tokens in enumerate(track(ids * passes, name)):
-        pair = [(with_store, done.with_store), (without, done.without)]
-        answers = []
-        for server, times in pair if number % 2 else pair[::-1]:
-            begin = time.monotonic()
-            answers.append(server.generate(input_ids=tokens, max_new_tokens=1).output_ids)
-            times.append(time.monotonic() - begin)
-        done.equal += answers[0] == answers[1]
-        done.prompt_tokens += len(tokens)
-    done.store_tokens = _hits(with_store) - before
-    return done
-
-
-def _hits(server: SGLangServer) -> float:
-    nudge(server)
-    time.sleep(0.3)
-    nudge(server)
-    return store_hits(server)
+    """All prompts, to both servers in turns."""
+    times = InTurns()
+    before = settled_hits(with_store)
+    times.ask(track(ids * passes, name), with_store, without)
+    hits = settled_hits(with_store) - before
+    return Pass(name, times.without, times.with_store, hits, passes * sum(map(len, ids)), times.equal)
 
 
 def show(passes: list[Pass]) -> None:

@@ -40,6 +40,10 @@ class PlanSettings:
     """Grace as a share of the prefill at stake: a thread that is held up for a moment is no slow store."""
     window: float = 0.01
     """What one call to a store should last at least, so that its latency does not count."""
+    growth: int = 4
+    """A call has at most so many times the pages of the one before it."""
+    unpaid: int = 2
+    """After so many calls in a row that took longer than to compute what they brought, no other is made."""
     credit: float = 0.2
     """What a store's disappointments may cost at start, all together."""
     credit_share: float = 0.01
@@ -54,6 +58,8 @@ class PlanSettings:
     """Bytes of a fetch that only measures; at least one page."""
     trial_interval: float = 5.0
     """A store in use is measured all the time; one that is not, at most so often."""
+    useless: float = 10.0
+    """A store is worth writing to until no request would have gained by it for so long."""
     trial_share: float = 0.02
     """Of the time that a store may be busy with such measurements."""
 
@@ -94,7 +100,8 @@ class Honesty:
     late: int = 0
     """Of these, after 1.5 times the estimate."""
     abandoned: int = 0
-    """Fetches given up at their deadline or by the store; what had arrived is used."""
+    """Fetches given up at their deadline, by the store or because they do not pay; what had arrived is
+    used."""
     failed: int = 0
     """Of these, nothing had arrived."""
     pages_planned: int = 0
@@ -132,7 +139,7 @@ class FetchPlan:
     pages: int
     """0: recompute all."""
     window: int
-    """Pages of one call to the store."""
+    """Pages of the next call to the store; ``arrived`` changes it."""
     wait: bool
     """Whether the request is held back for it; without, the fetch goes on in the background."""
     started: float
@@ -148,7 +155,15 @@ class FetchPlan:
     deadline: float
     """Until when the request may wait, and calls to the store may last; ``arrived`` extends it."""
     allowance: float
+    most: int
+    """Pages of one call at most."""
     _arrived: int = 0
+    _called: float = -math.inf
+    """When the call under way began."""
+    _unpaid: int = 0
+    """Calls in a row that did not pay."""
+    _over: bool = False
+    """No other call is to be made."""
     _ended: bool = False
 
 
@@ -163,6 +178,8 @@ class _StoreState:
     """Until when it is not waited for."""
     trial: FetchPlan | None = None
     next_trial: float = -math.inf
+    useless: float | None = None
+    """Since when no request had a page that is sooner fetched than computed, the latency left aside."""
 
 
 class Planner:
@@ -195,7 +212,13 @@ class Planner:
             at_stake = rates.recompute(start, pages * self.page_tokens)
             self._earn(state, self.settings.credit_share * at_stake)
             best = self._best(rates, rate, start, pages, ahead, state.queued) if rate.known else 0
-            if not best or now < state.paused:
+            if pages:
+                last = start + (pages - 1) * self.page_tokens
+                gains = self.page_bytes / rate.bandwidth < self._saved(rates, last, 1)
+                state.useless = None if gains or not rate.known else (state.useless or now)
+            most = self._allowance(state, rates.recompute(start, best * self.page_tokens))
+            left = max(ahead, most) - rate.latency
+            if not best or now < state.paused or not self._affordable(rate, state.queued, left):
                 return LookupPlan(store, bool(pages) and self._trial_due(store, now), now, now, ahead)
             late = self.settings.slack * rate.latency + self.settings.grace
             allowance = min(self._allowance(state, at_stake, lookup=True), late)
@@ -248,21 +271,21 @@ class Planner:
             free = max(since + ahead - now, 0.0)
             best = self._best(rates, rate, start, pages, free, queued) if rate.known else 0
             allowance = self._allowance(state, rates.recompute(start, best * self.page_tokens))
-            # Twice the time that the first pages should take must be within what the request may lose.
-            first = (since + max(ahead, allowance) - now) / settings.slack - rate.seconds(queued)
-            affordable = int(first * rate.bandwidth / self.page_bytes)
+            affordable = self._affordable(rate, queued, since + max(ahead, allowance) - now)
             wait = best > 0 and affordable > 0 and now >= state.paused
             if wait:
                 count = best
                 seconds = max(settings.window, 10 * rate.latency)
-                window = min(count, affordable, max(1, int(seconds * rate.bandwidth / self.page_bytes)))
+                most = min(count, max(1, int(seconds * rate.bandwidth / self.page_bytes)))
+                window = min(most, affordable, self._first(rates, rate, start, most, queued))
             else:
                 if pages:
                     state.honesty.distrusted += best > 0
                     state.honesty.declined += best == 0
                     self._spend(state, lost)
                 trial = pages > 0 and self._trial_due(store, now)
-                count = window = min(pages, max(1, settings.trial_bytes // self.page_bytes)) if trial else 0
+                count = most = min(pages, max(1, settings.trial_bytes // self.page_bytes)) if trial else 0
+                window = self._first(rates, rate, start, most, queued)
             nbytes = count * self.page_bytes
             expected = now + (rate.seconds(queued + nbytes) if count else 0.0)
             plan = FetchPlan(
@@ -279,6 +302,8 @@ class Planner:
                 recompute_finish=now + free + rates.recompute(start, count * self.page_tokens),
                 deadline=now,
                 allowance=allowance,
+                most=most,
+                _called=now,
             )
             if wait:
                 plan.deadline = self._deadline(plan, rates, now, queued)
@@ -290,11 +315,17 @@ class Planner:
             return plan
 
     def arrived(self, plan: FetchPlan, pages: int, now: float) -> None:
-        """So many of the plan's leading pages have arrived and verified: ``deadline`` moves on."""
+        """So many of the plan's leading pages have arrived and verified, and the next call is about to begin.
+
+        ``deadline`` moves on, unless the fetch turns out not to pay: then it is now.
+        """
         with self._lock:
             state = self._stores[plan.store]
+            before, began, plan._called = plan._arrived, plan._called, now
             self._progress(state, plan, pages)
-            if plan.wait and not plan._ended:
+            if plan._arrived > before:
+                self._judge(plan, before, now - began, now)
+            if plan.wait and not plan._ended and not plan._over:
                 others = state.queued - (plan.pages - plan._arrived) * self.page_bytes
                 plan.deadline = max(plan.deadline, self._deadline(plan, self.speeds.measured, now, others))
 
@@ -346,22 +377,32 @@ class Planner:
             if plan.wait:
                 honesty.fetches += 1
                 waited = min(now, plan.deadline) - plan.since - plan.ahead
-                self._spend(
-                    state, max(waited, 0.0) - self._saved(self.speeds.measured, plan.start, plan._arrived)
-                )
+                lost = max(waited, 0.0) - self._saved(self.speeds.measured, plan.start, plan._arrived)
+                self._spend(state, lost)
+                paid = lost <= 0
             else:
+                paid = not plan._unpaid
                 honesty.trials += 1
                 state.trial = None
                 pause = max(self.settings.trial_interval, (now - plan.started) / self.settings.trial_share)
                 state.next_trial = now + pause
             if plan._arrived:
-                state.failures = 0
-                state.paused = -math.inf
+                if paid:
+                    state.failures = 0
+                    state.paused = -math.inf
+                elif plan.wait:
+                    self._fail(state, now)
                 return
             honesty.failed += 1
             if self._fail(state, now):
                 nbytes = plan.window * self.page_bytes
                 self.speeds.observed_nothing(plan.store, nbytes, now - plan.started, now)
+
+    def useful(self, store: str, now: float) -> bool:
+        """Whether requests gain by what the store has; of a store of unknown speed that is assumed."""
+        with self._lock:
+            useless = self._stores[store].useless
+            return useless is None or now - useless < self.settings.useless
 
     def honesty(self, store: str | None = None) -> Honesty:
         """A copy of one store's record, or the sum of all."""
@@ -384,6 +425,45 @@ class Planner:
         best = pages - int(np.argmax(gain[::-1]))
         return best if gain[best] > 0 else 0
 
+    def _first(self, rates: Rates, rate: StoreRate, start: int, most: int, queued: int) -> int:
+        """Pages of a fetch's first call: as few as tell whether the store is as fast as it was.
+
+        A call cannot be taken back, and a store that has become slow keeps the link and a core busy with it.
+        """
+        count = np.arange(1, most + 1)
+        seconds = rate.latency + (queued + count * self.page_bytes) / rate.bandwidth
+        pays = np.flatnonzero(self._saved_all(rates, start, count) >= self.settings.slack * seconds)
+        if len(pays):
+            return int(count[pays[0]])
+        # Enough for the latency not to hide the bandwidth.
+        return max(min(most, math.ceil(rate.latency * rate.bandwidth / self.page_bytes)), min(most, 1))
+
+    def _affordable(self, rate: StoreRate, queued: int, left: float) -> int:
+        """Pages of a call that is over within ``left`` seconds although it takes twice what it should."""
+        moving = left / self.settings.slack - rate.seconds(queued)
+        return max(int(moving * rate.bandwidth / self.page_bytes), 0)
+
+    def _judge(self, plan: FetchPlan, before: int, seconds: float, now: float) -> None:
+        """A call has brought the pages from ``before`` on: whether to make another, and of how many pages."""
+        rates, count = self.speeds.measured, plan._arrived - before
+        saved = self._saved(rates, plan.start + before * self.page_tokens, count)
+        if now > plan.since + plan.ahead and self.settings.margin * seconds > saved:
+            plan._unpaid += 1
+            if plan._unpaid >= self.settings.unpaid or not plan.wait:
+                plan._over = True
+                plan.deadline = min(plan.deadline, now)
+            return
+        plan._unpaid = 0
+        plan.window = min(self.settings.growth * count, plan.most)
+        if plan.wait:
+            rate = rates.stores[plan.store]
+            affordable = self._affordable(rate, 0, self._lost_at(plan, rates) - now)
+            plan.window = max(min(plan.window, affordable), 1)
+
+    def _lost_at(self, plan: FetchPlan, rates: Rates) -> float:
+        """When the request has lost its allowance."""
+        return plan.since + max(plan.ahead, plan.allowance) + self._saved(rates, plan.start, plan._arrived)
+
     def _saved_all(self, rates: Rates, start: int, count: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         tokens = count * float(self.page_tokens)
         costs = rates.costs
@@ -397,12 +477,10 @@ class Planner:
     def _deadline(self, plan: FetchPlan, rates: Rates, now: float, queued: int) -> float:
         """The earlier of: the request has lost its allowance; the next call, begun now, is late."""
         rate = rates.stores[plan.store]
-        saved = self._saved(rates, plan.start, plan._arrived)
-        lost = plan.since + max(plan.ahead, plan.allowance) + saved
         call = rate.seconds(queued + plan.window * self.page_bytes)
         patience = self.settings.patience * rates.recompute(plan.start, plan.pages * self.page_tokens)
         late = now + self.settings.slack * call + max(self.settings.grace, patience)
-        return min(lost, max(late, plan.since + plan.ahead))
+        return min(self._lost_at(plan, rates), max(late, plan.since + plan.ahead))
 
     def _allowance(self, state: _StoreState, at_stake: float, *, lookup: bool = False) -> float:
         most = self.settings.max_lookup if lookup else self.settings.max_loss

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hicache_ext.remote.alarms import Alarms
 from hicache_ext.remote.host_rows import HostRows
 from hicache_ext.remote.planning import Planner
+from hicache_ext.remote.recall import Recall
 from hicache_ext.remote.settling import Settling
 from hicache_ext.remote.stats import StatsBook
 from hicache_ext.stores.stack import StackedStore
@@ -23,8 +24,13 @@ class Context:
     stats: StatsBook
     alarms: Alarms
     settling: Settling
-    ready: Callable[[], bool]
-    """Whether a store is in use now."""
+    recall: Recall
+    in_use: Callable[[], tuple[tuple[int, int], ...]]
+    """The stores in use now: each one's number, and how often it has been away."""
+
+    def ready(self) -> bool:
+        """Whether a store is in use now."""
+        return bool(self.in_use())
 
 
 REPLACE_S = 0.1

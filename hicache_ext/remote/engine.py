@@ -19,6 +19,7 @@ from hicache_ext.remote.fetches import Fetches
 from hicache_ext.remote.host_rows import HostRows
 from hicache_ext.remote.lookups import Lookups
 from hicache_ext.remote.planning import Planner
+from hicache_ext.remote.recall import Recall
 from hicache_ext.remote.settling import Settling
 from hicache_ext.remote.stats import RemoteStats, StatsBook, StoreState
 from hicache_ext.remote.trials import Trials
@@ -39,6 +40,8 @@ _CLOSE_S = 8.0
 class RemoteSettings:
     write_share: float = 0.5
     """Of the time that writes may be under way, above 0 and up to 1."""
+    slow_write_share: float = 0.05
+    """The same while the stores are too slow to fetch from."""
     write_timeout: float = 5.0
     """Seconds for one call, 8 MB at most."""
     epoch_interval: float = 1.0
@@ -110,7 +113,8 @@ class RemoteEngine:
             stats=self._stats,
             alarms=self._alarms,
             settling=Settling(self._stack, self._alarms),
-            ready=self._ready,
+            recall=Recall(),
+            in_use=self._in_use,
         )
         self._epochs = EpochWatch(
             self._stack,
@@ -122,9 +126,8 @@ class RemoteEngine:
         self._trials = Trials(context, rows.scratch[1:])
         self._lookups = Lookups(context, self.lookups, self._trials, pool.layout.page_size)
         self._fetches = Fetches(context, self.arrivals, self.settled)
-        self._writes = Writes(
-            context, self.written, self._fetches, settings.write_share, settings.write_timeout
-        )
+        shares = (settings.write_share, settings.slow_write_share)
+        self._writes = Writes(context, self.written, self._fetches, shares, settings.write_timeout)
 
     def lookup(self, seq: int, query: Query) -> None:
         self._lookups.start(seq, query)
@@ -181,10 +184,11 @@ class RemoteEngine:
     def _probe(self, namespace: bytes, epoch: int) -> None:
         self._trials.probe(namespace, epoch)
 
-    def _ready(self) -> bool:
-        return any(
-            store.breaker.state is State.CLOSED and self._epochs.asked(index)
+    def _in_use(self) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (index, store.breaker.opened)
             for index, store in enumerate(self._guarded)
+            if store.breaker.state is State.CLOSED and self._epochs.asked(index)
         )
 
 

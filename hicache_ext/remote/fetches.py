@@ -110,10 +110,12 @@ class Fetches:
             self._finish(window)
 
     def _read(self, window: Window) -> None:
-        size = max(1, min(window.plan.window, _CALL_BYTES // self._context.rows.page_bytes))
-        for part in parts(len(window.pages), size):
-            if not window.wanted() or not self._bring(window, part):
+        most, done = max(1, _CALL_BYTES // self._context.rows.page_bytes), 0
+        while done < len(window.pages) and window.wanted():
+            stop = min(done + min(max(1, window.plan.window), most), len(window.pages))
+            if not self._bring(window, slice(done, stop)):
                 return
+            done = stop
 
     def _bring(self, window: Window, part: slice) -> bool:
         """Read some pages and verify them; whether all are good. To verify is part of what a fetch takes."""
@@ -165,7 +167,9 @@ class Fetches:
         for index in bad.tolist():
             reason = context.seal.reason(bytes_[index], labels, index)
             context.stats.refuse(reason)
-        keys = context.rows.keys(Labels(labels.identities[bad], labels.namespace, labels.epoch))
+        refused = Labels(labels.identities[bad], labels.namespace, labels.epoch)
+        context.recall.missed(refused)
+        keys = context.rows.keys(refused)
         logger.warning(
             "hicache-ext: %d pages from the remote tier are not what they should be (%s); removed there",
             len(bad),

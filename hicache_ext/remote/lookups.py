@@ -212,6 +212,9 @@ class Lookups:
             found.append(identities[:count])
             if count < len(made):
                 answered = not outcome.down
+                if answered:
+                    missing = identities[count : count + 1]
+                    context.recall.missed(Labels(missing, query.namespace, query.epoch))
                 break
         return np.concatenate(found), answered
 

@@ -20,6 +20,7 @@ from hicache_ext.remote.answers import Answer
 from hicache_ext.remote.context import Context
 from hicache_ext.remote.fetches import Fetches
 from hicache_ext.remote.host_rows import parts
+from hicache_ext.remote.planning import STORE
 from hicache_ext.stores.workers import Job, Workers
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _CALL_BYTES = 8 << 20
 _PATIENCE_S = 1.0
 """How long a call waits for fetches to end."""
 _LOOK_S = 0.005
+_REST_S = 0.5
+"""How long a rest may be before its length is looked at again."""
 _STUCK_S = 1.0
 """After a call's deadline: it does not come back, so another thread goes on."""
 
@@ -37,34 +40,52 @@ class _Write:
     pages: np.ndarray
     labels: Labels
     answer: Answer
+    there: int
+    """Further pages, which were in the store already."""
     stored: int = 0
     calls: int = 0
 
 
 class Writes:
     def __init__(
-        self, context: Context, queue: ResultQueue, fetches: Fetches, share: float, timeout: float
+        self,
+        context: Context,
+        queue: ResultQueue,
+        fetches: Fetches,
+        shares: tuple[float, float],
+        timeout: float,
     ) -> None:
-        """``share`` of the time spent in calls, above 0 and up to 1; ``timeout`` of a call in seconds."""
+        """``shares`` of the time spent in calls, above 0 and up to 1: of a store that is worth fetching from,
+        and of one that is too slow for that; ``timeout`` of a call in seconds."""
         self._context = context
         self._queue = queue
         self._fetches = fetches
-        self._rest = 1 / share - 1
+        self._rests = [1 / share - 1 for share in shares]
         self._timeout = timeout
-        self._next = 0.0
+        self._ended = self._took = 0.0
+        """When the last call ended, and how long it took."""
         self._closed = threading.Event()
         self._pool = Workers("remote write", 1)
 
     def start(self, seq: int, pages: np.ndarray, labels: Labels) -> None:
-        write = _Write(pages.copy(), labels, Answer(self._queue, seq))
-        if not self._context.stack.writing:
+        context, answer = self._context, Answer(self._queue, seq)
+        if not context.stack.writing:
             # Another rank stores the same objects.
-            write.answer.give(len(pages))
+            answer.give(len(pages))
             return
-        if is_local(labels.epoch) or not self._context.ready():
-            self._context.stats.count(write_failures=len(pages))
-            write.answer.give(0)
+        stores = context.in_use()
+        if is_local(labels.epoch) or not stores:
+            context.stats.count(write_failures=len(pages))
+            answer.give(0)
             return
+        lacking = context.recall.lacks(labels, stores)
+        there = len(pages) - int(lacking.sum())
+        context.stats.count(pages_written=there)
+        if there == len(pages):
+            answer.give(there)
+            return
+        rest = Labels(labels.identities[lacking], labels.namespace, labels.epoch)
+        write = _Write(pages[lacking], rest, answer, there)
         jobs: list[Job[None]] = []
         jobs.append(self._pool.submit(partial(self._run, write, jobs)))
 
@@ -87,7 +108,7 @@ class Writes:
         stored, failed = write.stored, len(write.pages) - write.stored
         self._context.stats.count(pages_written=stored, write_failures=failed)
         rows = self._context.rows.rows(write.pages)
-        self._context.settling.when_free(rows, partial(write.answer.give, stored))
+        self._context.settling.when_free(rows, partial(write.answer.give, write.there + stored))
 
     def _put(self, write: _Write, part: slice, jobs: list[Job[None]]) -> None:
         context = self._context
@@ -107,17 +128,27 @@ class Writes:
                 self._pool.give_up(jobs[0])
 
         context.alarms.at(deadline + _STUCK_S, replace)
+        stores = context.in_use()
         outcome = context.stack.put(context.rows.keys(labels), context.rows.rows(pages), deadline)
         write.calls += 1
         end = time.monotonic()
-        stored = int(context.rows.whole(outcome.ok).sum())
+        whole = context.rows.whole(outcome.ok)
+        stored = int(whole.sum())
+        context.recall.wrote(Labels(labels.identities[whole], labels.namespace, labels.epoch), stores)
         write.stored += stored
         context.stats.count(bytes_written=stored * context.rows.page_bytes, write_seconds=end - begin)
-        self._next = end + (end - begin) * self._rest
+        self._ended, self._took = end, end - begin
 
     def _give_way(self) -> None:
         """Rest, then wait for fetches to end, but not for ever."""
-        self._closed.wait(max(0.0, self._next - time.monotonic()))
+        while (left := self._ended + self._took * self._rest() - time.monotonic()) > 0:
+            if self._closed.wait(min(left, _REST_S)):
+                return
         end = time.monotonic() + _PATIENCE_S
         while self._fetches.active and time.monotonic() < end and not self._closed.is_set():
             self._closed.wait(_LOOK_S)
+
+    def _rest(self) -> float:
+        """How long to rest after a call, in units of the call."""
+        useful = self._context.planner.useful(STORE, time.monotonic())
+        return self._rests[0 if useful else 1]

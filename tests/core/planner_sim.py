@@ -64,6 +64,8 @@ class Simulation:
         """Seconds from arrival to readiness."""
         self.reused: dict[Prompt, int] = {}
         self.plans: list[FetchPlan] = []
+        self.calls: list[tuple[float, float]] = []
+        """When the store began to move bytes for a call, and for how many seconds."""
         self._held: dict[Prompt, LookupPlan | FetchPlan] = {}
         """Not ready, and what they wait for."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -177,6 +179,7 @@ class Simulation:
         end = begin + self.world.latency + nbytes / self._bandwidth()
         if nbytes:
             self._store_free = end
+            self.calls.append((begin, end - begin))
         return end
 
     def _ready(self, prompt: Prompt, pages: int) -> None:
@@ -197,7 +200,7 @@ class Simulation:
             if held.arrival < first and self.planner is not None:
                 before = plan.deadline
                 self.planner.turn_came(plan, self.now)
-                if plan.deadline < before:
+                if plan.deadline < before or self.now >= plan.deadline:
                     self._watch(held, plan)
                     if self.now < self._gpu_free:
                         return

@@ -18,12 +18,13 @@ import pytest
 from tests.netns import Host, cannot_limit, network, unusable
 from tests.server.remote import (
     HostServer,
+    InTurns,
     MooncakeUp,
     Segment,
     nudge,
     percentile,
+    settled_hits,
     stop,
-    store_hits,
     stored,
     story,
     think,
@@ -53,20 +54,13 @@ class Rig:
     segment: Segment
     server: HostServer
     plain: HostServer
-    with_store: list[float] = field(default_factory=list)
-    without: list[float] = field(default_factory=list)
+    times: InTurns = field(default_factory=InTurns)
 
     def ask(self, seeds: list[int]) -> None:
         """The same prompts to both, in turns; any failed request raises, and answers are equal."""
-        for number, seed in enumerate(seeds):
-            ids = prompt(seed, TOKENS)
-            pair = [(self.server, self.with_store), (self.plain, self.without)]
-            answers = []
-            for server, times in pair if number % 2 else pair[::-1]:
-                begin = time.monotonic()
-                answers.append(server.generate(input_ids=ids, max_new_tokens=1).output_ids)
-                times.append(time.monotonic() - begin)
-            assert answers[0] == answers[1]
+        before = self.times.equal
+        self.times.ask([prompt(seed, TOKENS) for seed in seeds], self.server, self.plain)
+        assert self.times.equal - before == len(seeds)
 
     def use_store(self, seconds: float = 30.0) -> None:
         """Ask old prompts until the server has learned that its store is worth it."""
@@ -77,14 +71,10 @@ class Rig:
             first += 6
 
     def hits_of(self, seeds: list[int]) -> float:
-        nudge(self.server)
-        before = store_hits(self.server)
+        before = settled_hits(self.server)
         for seed in seeds:
             self.server.generate(input_ids=prompt(seed, TOKENS), max_new_tokens=1)
-        nudge(self.server)
-        time.sleep(0.3)
-        nudge(self.server)
-        return store_hits(self.server) - before
+        return settled_hits(self.server) - before
 
 
 @pytest.fixture
@@ -113,8 +103,7 @@ def rig(
         if megabytes > 100:
             # One that holds a third of the prompts, asked in turn, has always just evicted the next.
             made.use_store()
-        made.with_store.clear()
-        made.without.clear()
+        made.times = InTurns()
         yield made
 
 
@@ -215,8 +204,11 @@ def test_a_full_store_costs_nothing(rig: Rig) -> None:
 
 
 def check_waits(what: str, rig: Rig) -> None:
-    without, waited = percentile(rig.without, 0.99), percentile(rig.with_store, 0.99)
+    without, waited = percentile(rig.times.without, 0.99), percentile(rig.times.with_store, 0.99)
     print(f"{what}: 99th percentile {waited:.3f} s, without a store {without:.3f} s")
     # Mooncake's client polls a server that does not answer, which takes one of two cores from the model.
     if what != "memory frozen":
-        assert waited <= without + MAY_WAIT_S, (sorted(rig.with_store)[-5:], sorted(rig.without)[-5:])
+        assert waited <= without + MAY_WAIT_S, (
+            sorted(rig.times.with_store)[-5:],
+            sorted(rig.times.without)[-5:],
+        )

@@ -65,7 +65,7 @@ class EagerPlanner:
         self.lookup_s = lookup_s
         self.fetch_s = fetch_s
         self.window = window
-        self.wait = True
+        self.wait = self.worth = True
         self.plans: list[Planned] = []
         self.answers: list[tuple[int, bool]] = []
         self.nbytes = 0
@@ -107,6 +107,9 @@ class EagerPlanner:
     def ended(self, plan: Planned, pages: int, now: float) -> None:
         if plan.ended is None:
             plan.ended = pages
+
+    def useful(self, store: str, now: float) -> bool:
+        return self.worth
 
     def withdrawn(self, plan: Planned, now: float) -> None:
         if plan.ended is None:

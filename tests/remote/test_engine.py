@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from hicache_ext.core.remote import Query, Remote
 from hicache_ext.core.speeds import Speeds
 from hicache_ext.remote.engine import RemoteEngine
 from hicache_ext.remote.planning import STORE
+from hicache_ext.stores.base import Key, Outcome, Rows
 from tests.remote.conftest import MakeRig
+from tests.remote.moody import Around
 from tests.remote.rig import (
     GROUPS,
     NAMESPACE,
+    PAGE,
     PARENT,
     EagerPlanner,
     SharedMemoryStore,
@@ -27,6 +31,18 @@ from tests.remote.rig import (
     prompt,
     result,
 )
+
+
+class SlowReads(Around):
+    """A page takes so long to come."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(SharedMemoryStore())
+        self.seconds = seconds
+
+    def get(self, keys: Sequence[Key], rows: Rows, deadline: float) -> Outcome:
+        time.sleep(self.seconds * len(keys) / GROUPS)
+        return super().get(keys, rows, deadline)
 
 
 def as_remote(engine: RemoteEngine) -> Remote:
@@ -192,6 +208,21 @@ def test_a_fetch_that_only_measures_reads_scratch_pages(rig_of: MakeRig) -> None
     assert (rig.pool.buffer[: rig.pool.pages] == before).all()
     assert rig.holds([rig.pool.pages + 1, rig.pool.pages + 2, rig.pool.pages + 3], labels[:3])
     rig.engine.end(seq)
+
+
+@pytest.mark.parametrize(("seconds", "pages"), [(0.5, 1), (0.0, 3)], ids=["slow", "fast"])
+def test_a_slow_store_is_measured_by_one_page(rig_of: MakeRig, seconds: float, pages: int) -> None:
+    """Computing a page takes 0.4 s; whoever asks has nothing to wait for, as the speed is not known yet."""
+    speeds = Speeds(CostModel(token=0.1, depth=0.0), [STORE])
+    planner = Planner(speeds, PAGE, layout_of().page_bytes)
+    rig = rig_of(SlowReads(seconds), planner=planner)
+    rig.store(prompt(1, 2, 3, 4, 5))
+    seq, found = rig.found(prompt(1, 2, 3, 4, 5))
+    assert found == 0
+    assert eventually(lambda: planner.honesty().trials == 1)
+    rig.engine.end(seq)
+    assert rig.engine.stats().trial_pages == pages
+    assert planner.useful(STORE, time.monotonic())
 
 
 @pytest.mark.parametrize("integrity", list(Integrity))

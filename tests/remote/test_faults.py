@@ -184,7 +184,9 @@ def test_lookups_go_on_while_fetches_and_writes_are_stuck(rig_of: MakeRig) -> No
     for i in range(6):
         seq, _ = rig.found(prompt(1, 2, 3))
         rig.fetch(seq, [4 + i], labels[:1])
-        rig.write([0, 1, 2], labels)
+        new = labels_of(prompt(4, 5, 6 + i))
+        rig.compute(new, [12, 13, 14])
+        rig.write([12, 13, 14], new)
     assert eventually(lambda: store.waiting >= 3)
     for _ in range(10):
         assert rig.found(prompt(1, 2, 3))[1] == 3
@@ -277,13 +279,13 @@ def test_kind_backend_down_is_a_miss_and_comes_back_by_itself(rig_of: MakeRig) -
     assert result(rig.engine.settled, window) == 0
     rig.engine.end(seq)
     # Looking for epochs has found out meanwhile, or does now, without any request.
-    assert eventually(lambda: not rig.engine._ready())
+    assert eventually(lambda: not rig.engine._in_use())
     seq = rig.lookup(prompt(1, 2, 3))
     assert rig.engine.lookups.results(seq - 1, 1) == [0]
     rig.engine.end(seq)
     assert rig.engine.learned() == 0
     store.down = False
-    assert eventually(rig.engine._ready)
+    assert eventually(lambda: bool(rig.engine._in_use()))
     assert rig.engine.healthy()
     assert rig.found(prompt(1, 2, 3))[1] == 3
     assert rig.engine.store_states()[0].stats.opened >= 1

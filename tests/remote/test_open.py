@@ -131,14 +131,14 @@ class TestMooncake:
             rig.planner.lookup_s = rig.planner.fetch_s = 0.3
             master.freeze()
             assert rig.found(prompt(1, 2, 3))[1] == 0
-            assert eventually(lambda: not rig.engine._ready())
+            assert eventually(lambda: not rig.engine._in_use())
             master.thaw()
-            assert eventually(rig.engine._ready)
+            assert eventually(lambda: bool(rig.engine._in_use()))
             master.kill()
             assert rig.found(prompt(1, 2, 3))[1] == 0
-            assert eventually(lambda: not rig.engine._ready())
+            assert eventually(lambda: not rig.engine._in_use())
             master.start()
-            assert eventually(rig.engine._ready)
+            assert eventually(lambda: bool(rig.engine._in_use()))
             # Its client takes some seconds to offer its memory to the new master.
             rig.compute(labels[:2], [4, 5])
             assert eventually(lambda: result(rig.engine.written, rig.write([4, 5], labels[:2])) == 2)

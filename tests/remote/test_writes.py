@@ -88,3 +88,18 @@ def test_an_idle_engine_sleeps(rig_of: MakeRig) -> None:
     time.sleep(0.5)
     assert time.process_time() - before[1] < 0.2
     assert threading.active_count() <= before[0]
+
+
+def test_a_store_too_slow_to_fetch_from_is_written_to_seldom(rig_of: MakeRig) -> None:
+    store = Timed()
+    settings = RemoteSettings(probe=False, write_share=1.0, slow_write_share=0.1)
+    rig = rig_of(store, settings=settings)
+    rig.planner.worth = False
+    labels = labels_of(prompt(*range(3)))
+    rig.compute(labels, range(3))
+    seqs = [rig.write([i], labels[i : i + 1]) for i in range(2)]
+    assert [result(rig.engine.written, seq) for seq in seqs] == [1] * 2
+    (begin, end), (after, _) = store.times[-2:]
+    assert after - end >= 9 * (end - begin)
+    rig.planner.worth = True
+    assert result(rig.engine.written, rig.write([2], labels[2:])) == 1

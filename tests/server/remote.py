@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +191,38 @@ def outputs(turns: Sequence[Turn]) -> list[list[int]]:
 def store_hits(server: SGLangServer) -> float:
     """Prompt tokens that came from a store."""
     return server.metric("hicache_ext_hit_tokens_total", tier="store")
+
+
+def settled_hits(server: SGLangServer) -> float:
+    """``store_hits``, with all that the server has done so far."""
+    nudge(server)
+    time.sleep(0.3)
+    nudge(server)
+    return store_hits(server)
+
+
+@dataclass
+class InTurns:
+    """Two servers that get the same prompts in turns; each goes first every other time.
+
+    TTFT in seconds, one for each prompt, in the same order for both.
+    """
+
+    with_store: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    equal: int = 0
+    """Prompts that both answered alike."""
+
+    def ask(self, prompts: Iterable[list[int]], with_store: SGLangServer, without: SGLangServer) -> None:
+        """A failed request raises."""
+        pair = [(with_store, self.with_store), (without, self.without)]
+        for number, ids in enumerate(prompts):
+            answers = []
+            for server, times in pair if number % 2 else pair[::-1]:
+                begin = time.monotonic()
+                answers.append(server.generate(input_ids=ids, max_new_tokens=1).output_ids)
+                times.append(time.monotonic() - begin)
+            self.equal += answers[0] == answers[1]
 
 
 def stored(server: SGLangServer) -> float:

@@ -44,7 +44,7 @@ from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
 
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
 
-MOST_WAITING = 256
+MOST_WAITING = 64
 """Nodes at most that wait so, because each step looks at all of them."""
 
 HASHED_PAGES = 4096
@@ -597,7 +597,7 @@ class TieredCache:
 
     def _at_ease(self, waiting: list[Node], need: int = 0) -> bool:
         """Whether the device could free ``need`` tokens, and some for what may come, without ``waiting``."""
-        if len(waiting) > MOST_WAITING:
+        if len(waiting) > MOST_WAITING or not self.host_pages.total:
             return False
         free, evictable = self.device.available(), self.tree.evictable_tokens
         total = free + evictable + self.tree.protected_tokens

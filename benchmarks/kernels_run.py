@@ -362,8 +362,16 @@ def staged(pool: Pool, case: Case) -> Made:
         load.stream.wait_stream(stream())
         where = copy_triton.device_pages(kv, pool.target)
         headers = load.headers(pool.host, pool.host_pages)
-        copy = load.whole if case.whole else load.by_layer
-        copy(where, pool.host, pool.host_pages, headers, pool.sealed, pool.flags, lambda layers: None)
+        load(
+            where,
+            pool.host,
+            pool.host_pages,
+            headers,
+            pool.sealed,
+            pool.flags,
+            lambda layers: None,
+            by_layer=not case.whole,
+        )
 
     pool.fill_host()
     pool.forget()

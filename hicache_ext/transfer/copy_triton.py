@@ -227,7 +227,7 @@ class StagedLoad:
             copy_engine.read_headers(layout, host, pages, found)
         return found.view(torch.uint8)
 
-    def by_layer(
+    def __call__(
         self,
         slots: DevicePages,
         host: torch.Tensor,
@@ -236,92 +236,54 @@ class StagedLoad:
         checks: torch.Tensor | None,
         flags: torch.Tensor,
         landed: Callable[[range], None],
+        *,
+        by_layer: bool = True,
     ) -> None:
-        """Copy rows ``pages`` of ``host``, uint8 ``[rows, page_bytes]``, pinned, to the engine's pages, the
-        first layers first.
+        """Copy rows ``pages`` of ``host``, uint8 ``[rows, page_bytes]``, pinned, to the engine's pages.
 
         Args:
             headers: what ``headers`` returned for ``pages``.
             checks, flags: see ``scatter``.
             landed: called after the work of some layers is queued, to record an event in the current stream.
+            by_layer: the first layers first, in strips. Otherwise whole pages: fewer and wider copies.
         """
         layout = self._kv.layout
-        if _is_scattered(layout, pages, max(map(len, self.strips))):
-            self._direct(slots, host, pages, checks, flags, landed)
+        every = range(layout.layers)
+        strips = self.strips if by_layer else [every]
+        if _is_scattered(layout, pages, max(map(len, strips))):
+            copy = scatter(self._kv, host, upload(pages, headers.device), slots, checks, flags)
+            for some in _parts(layout.layers, DIRECT_LAYERS):
+                copy(range(some.start, some.stop))
+                landed(range(some.start, some.stop))
             return
         words = headers.view(torch.int64)
-        for layers in self.strips:
-            step = self._size // (8 * tables.layer_row_words(layout, len(layers)))
-            for part in _parts(len(pages), step):
+        for layers in strips:
+            width = 8 * tables.layer_row_words(layout, len(layers)) if by_layer else layout.page_bytes
+            for part in _parts(len(pages), self._size // width):
 
                 def fill(buffer: torch.Tensor, part: slice = part, layers: range = layers) -> None:
-                    copy_engine.read_layers(layout, host, pages[part], layers, buffer)
+                    if by_layer:
+                        copy_engine.read_layers(layout, host, pages[part], layers, buffer)
+                    else:
+                        copy_engine.read_pages(host, pages[part], self._rows(buffer, part))
 
                 def drain(buffer: torch.Tensor, part: slice = part, layers: range = layers) -> None:
-                    rows = tables.layer_rows(layout, buffer, len(layers), layers.start, words[part])
-                    self._scatter(slots[part], rows, checks, flags, part, layers)
+                    if by_layer:
+                        rows = tables.layer_rows(layout, buffer, len(layers), layers.start, words[part])
+                    else:
+                        rows = tables.page_rows(layout, self._rows(buffer, part))
+                    mine, here = slots[part], self._index[: part.stop - part.start]
+                    check = None if checks is None else checks[part]
+                    kernels.scatter(
+                        self._kv, mine.slots, mine.starts, rows, here, check, flags[part], layers, STAGED
+                    )
 
                 self._ring.turn(fill, drain, copies_fill=True)
             landed(layers)
 
-    def whole(
-        self,
-        slots: DevicePages,
-        host: torch.Tensor,
-        pages: np.ndarray,
-        headers: torch.Tensor,
-        checks: torch.Tensor | None,
-        flags: torch.Tensor,
-        landed: Callable[[range], None],
-    ) -> None:
-        """The same page by page: fewer and wider copies, but no layer is there before the last page is."""
-        layout = self._kv.layout
-        every = range(layout.layers)
-        if _is_scattered(layout, pages, layout.layers):
-            self._direct(slots, host, pages, checks, flags, landed)
-            return
-        for part in _parts(len(pages), self._size // layout.page_bytes):
-
-            def fill(buffer: torch.Tensor, part: slice = part) -> None:
-                copy_engine.read_pages(host, pages[part], self._rows(buffer, part))
-
-            def drain(buffer: torch.Tensor, part: slice = part) -> None:
-                rows = tables.page_rows(layout, self._rows(buffer, part))
-                self._scatter(slots[part], rows, checks, flags, part, every)
-
-            self._ring.turn(fill, drain, copies_fill=True)
-        landed(every)
-
     def _rows(self, buffer: torch.Tensor, part: slice) -> torch.Tensor:
         count, size = part.stop - part.start, self._kv.layout.page_bytes
         return buffer[: count * size // 8].view(torch.uint8).view(count, size)
-
-    def _scatter(
-        self,
-        slots: DevicePages,
-        rows: tables.SlabRows,
-        checks: torch.Tensor | None,
-        flags: torch.Tensor,
-        part: slice,
-        layers: range,
-    ) -> None:
-        check = None if checks is None else checks[part]
-        index = self._index[: part.stop - part.start]
-        kernels.scatter(self._kv, slots.slots, slots.starts, rows, index, check, flags[part], layers, STAGED)
-
-    def _direct(
-        self,
-        slots: DevicePages,
-        host: torch.Tensor,
-        pages: np.ndarray,
-        checks: torch.Tensor | None,
-        flags: torch.Tensor,
-        landed: Callable[[range], None],
-    ) -> None:
-        copy = scatter(self._kv, host, upload(pages, slots.slots.device), slots, checks, flags)
-        for some in _parts(self._kv.layout.layers, DIRECT_LAYERS):
-            copy(range(some.start, some.stop))
-            landed(range(some.start, some.stop))
 
 
 def strips(layout: PageLayout) -> list[range]:

@@ -49,8 +49,7 @@ class StagedBackend:
         checks = checks_of(headers, self.seal, labels)
         flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
         index = copy_triton.device_pages(self._kv, slots)
-        load = self._load.by_layer if by_layer else self._load.whole
-        load(index, self.host.buffer, pages, headers, checks, flags, landed)
+        self._load(index, self.host.buffer, pages, headers, checks, flags, landed, by_layer=by_layer)
         return [flags]
 
 

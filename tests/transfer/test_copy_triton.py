@@ -117,14 +117,15 @@ def test_backup_and_load(
     target = slots_of([1, 2, 11, 6, 5], page_size)
     flags = torch.zeros(PAGES, dtype=torch.int32, device=DEVICE)
     load = StagedLoad(kv, (2, 8 * layer_row_words(layout, layout.layers)))
-    for copy in (load.by_layer, load.whole):
+    for by_layer in (True, False):
         for layers in kv.kv.buffers:
             for buffer in layers:
                 buffer[target] = 0
         landed: list[int] = []
         headers = load.headers(host, order)
         assert headers[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
-        copy(copy_triton.device_pages(kv, target), host, order, headers, sealed, flags, landed.extend)
+        where = copy_triton.device_pages(kv, target)
+        load(where, host, order, headers, sealed, flags, landed.extend, by_layer=by_layer)
         assert landed == list(range(layout.layers))
         assert not flags.any()
         for layers, old in zip(kv.kv.buffers, saved, strict=True):
@@ -148,8 +149,8 @@ def test_bad_pages_are_zeros(by_layer: bool, scattered: bool, monkeypatch: pytes
     saved = [[b[slots].clone() for b in layers] for layers in kv.kv.buffers]
     load = StagedLoad(kv, (2, 1))
     headers = load.headers(host, IN_RUNS)
-    copy = load.by_layer if by_layer else load.whole
-    copy(copy_triton.device_pages(kv, target), host, IN_RUNS, headers, checks, flags, lambda layers: None)
+    where = copy_triton.device_pages(kv, target)
+    load(where, host, IN_RUNS, headers, checks, flags, lambda layers: None, by_layer=by_layer)
     assert flags.tolist() == [0, 0, 1, 1, 0]
     for index, (layers, old) in enumerate(zip(kv.kv.buffers, saved, strict=True)):
         for layer, (buffer, want) in enumerate(zip(layers, old, strict=True)):

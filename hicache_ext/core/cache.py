@@ -339,8 +339,6 @@ class TieredCache:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
         freed = 0
         runs: list[Slots] = []
-        if self._deferred and tokens > 0:
-            self.flush_backups(tokens)
         while freed < tokens:
             victims = self._victims(tokens - freed)
             if not victims and self.tree.uncovered:
@@ -356,8 +354,12 @@ class TieredCache:
             if self.config.write_policy is WritePolicy.WRITE_BACK:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
-                freed += len(victim)
-                runs.append(self._drop_device(victim))
+                if self._waits_for_room(victim):
+                    # If it gets a copy now, it leaves when that has ended.
+                    self._submit_backup(self._reserve_host(victim))
+                if victim.device_locks == 0:
+                    freed += len(victim)
+                    runs.append(self._drop_device(victim))
         if runs:
             self.device.free(*runs)
         return freed
@@ -377,11 +379,8 @@ class TieredCache:
 
     # Once per step
 
-    def flush_backups(self, need: int = 0) -> None:
-        """Write-through: submit the backup of what was inserted since, parents before children.
-
-        ``need`` tokens are about to leave the device.
-        """
+    def flush_backups(self) -> None:
+        """Write-through: submit the backup of what was inserted since, parents before children."""
         self._deferred = False
         if not self._dirty:
             return
@@ -398,7 +397,7 @@ class TieredCache:
                 if node.uses and self._crowded(node):
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
-                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered], need):
+                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
                     node.backup_queued = self._deferred = True
                     self._dirty.appendleft(node)
                     break
@@ -595,13 +594,17 @@ class TieredCache:
                     if member.host is READY:
                         self._drop_host(member)
 
-    def _at_ease(self, waiting: list[Node], need: int = 0) -> bool:
-        """Whether the device could free ``need`` tokens, and some for what may come, without ``waiting``."""
+    def _at_ease(self, waiting: list[Node]) -> bool:
+        """Whether the device could free enough for what may come, without ``waiting``."""
         if len(waiting) > MOST_WAITING or not self.host_pages.total:
             return False
         free, evictable = self.device.available(), self.tree.evictable_tokens
         total = free + evictable + self.tree.protected_tokens
-        return free + evictable - self._stuck(waiting) >= self.config.ease * total + need
+        return free + evictable - self._stuck(waiting) >= self.config.ease * total
+
+    def _waits_for_room(self, node: Node) -> bool:
+        """Whether the first copy of ``node`` waits for room on the host."""
+        return self._deferred and node.backup_queued and node.host is ABSENT and node.doubt is Doubt.NONE
 
     def _stuck(self, waiting: list[Node]) -> int:
         """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""

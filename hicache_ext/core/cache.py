@@ -369,7 +369,7 @@ class TieredCache:
         freed = 0
         step = max(self.config.evict_granule // self.config.page_size, 1)
         while freed < pages:
-            node = self.tree.candidates[Tier.HOST].pop()
+            node = self.tree.in_use.pop() or self.tree.candidates[Tier.HOST].pop()
             if node is None:
                 break
             node = self._tail(node, max(pages - freed, step) * self.config.page_size, Tier.HOST)
@@ -639,6 +639,7 @@ class TieredCache:
                 limit -= len(member)
             count = len(member) // self.config.page_size
             pages = self.host_pages.alloc(count)
+            admit = admit or len(self.tree.in_use) > 0
             if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
                 self.stats.backup_refused += len(member)
                 break

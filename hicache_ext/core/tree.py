@@ -15,9 +15,9 @@ Invariants, asserted by ``check()``:
     locks on the host end below a node that is locked on the device; a locked node is resident in that tier.
     PENDING nodes are locked.
  5. Sizes: evictable + protected = tokens on the device, evictable = those without a device lock.
- 6. Eviction candidates of the device are exactly its unlocked READY nodes without children there that are
-    not uncovered; those of the host are its unlocked READY nodes without children there, or in use on the
-    device.
+ 6. Eviction candidates of a tier are exactly its unlocked READY nodes without children there that are not
+    uncovered on the device, nor in use on the device if they are on the host. ``in_use`` holds the unlocked
+    READY copies on the host of what is in use on the device.
  7. Waiters of a node = the queued requests whose match ends at or below it.
  8. Doubt covers the subtree: below a condemned node all are condemned, at least as badly. The topmost one is
     filed under a key that no lookup builds.
@@ -36,6 +36,7 @@ import numpy as np
 
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
 from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.policy.index import EvictionIndex
 from hicache_ext.core.residency import Doubt, Residency, Tier
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class TieredRadixTree:
         self.own = own
         self.policy = policy
         self.candidates = {tier: policy.index(tier) for tier in Tier}
+        # These cannot be lost on the device, and are made again after; the latest are in use for longest.
+        self.in_use = EvictionIndex(lambda node: (-node.stamp,))
         self.clock = 0
         self._next_id = 0
         self.clear()
@@ -151,7 +154,7 @@ class TieredRadixTree:
         self.protected_tokens = 0
         self.host_tokens = 0
         self.nodes = 0
-        for index in self.candidates.values():
+        for index in (*self.candidates.values(), self.in_use):
             index.clear()
         self.policy.clear()
 
@@ -347,7 +350,7 @@ class TieredRadixTree:
         node.waiting.clear()
         node.waiters = 0
         self.nodes -= 1
-        for index in self.candidates.values():
+        for index in (*self.candidates.values(), self.in_use):
             index.discard(node)
 
     def condemn(self, node: Node, doubt: Doubt) -> None:
@@ -373,6 +376,7 @@ class TieredRadixTree:
             if tier is Tier.HOST:
                 assert member.host is not ABSENT, member
                 member.host_locks += 1
+                self.in_use.discard(member)
             else:
                 assert member.device is not ABSENT, member
                 if member.device_locks == 0:
@@ -500,6 +504,7 @@ class TieredRadixTree:
             assert node.waiters == waiters.get(node.id, 0), node
             for tier, index in self.candidates.items():
                 assert (node in index) == self._is_candidate(node, tier), (tier, node)
+            assert (node in self.in_use) == (node.uses > 0 and self._is_free_on_host(node)), node
         assert (evictable, protected) == (self.evictable_tokens, self.protected_tokens)
         assert host == self.host_tokens and count == self.nodes
         for tier, index in self.candidates.items():
@@ -512,10 +517,16 @@ class TieredRadixTree:
         if tier is Tier.DEVICE:
             free = node.device is READY and node.device_locks == 0 and node.device_children == 0
             return free and not _lacks_cover(node)
-        free = node.host is READY and node.host_locks == 0
-        return free and (node.host_children == 0 or node.uses > 0)
+        return self._is_free_on_host(node) and node.host_children == 0 and node.uses == 0
+
+    def _is_free_on_host(self, node: Node) -> bool:
+        return node.host is READY and node.host_locks == 0
 
     def _reconsider(self, node: Node, tier: Tier) -> None:
+        if tier is Tier.HOST and node.uses and self._is_free_on_host(node):
+            self.in_use.add(node)
+        elif tier is Tier.HOST:
+            self.in_use.discard(node)
         index = self.candidates[tier]
         if self._is_candidate(node, tier):
             index.add(node)

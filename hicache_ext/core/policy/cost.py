@@ -56,21 +56,15 @@ class CostIndex:
         self._entries = 0
         self._changes = 0
         self._waited = EvictionIndex(lambda node: (node.stamp,))
-        # Copies of what requests use on the device cannot be lost there, and are made again after. Those of
-        # the latest first: they are in use for longest.
-        self._in_use = EvictionIndex(lambda node: (-node.stamp,))
 
     def __len__(self) -> int:
-        return len(self._members) + len(self._waited) + len(self._in_use)
+        return len(self._members) + len(self._waited)
 
     def __contains__(self, node: Node) -> bool:
-        return node.id in self._members or node in self._waited or node in self._in_use
+        return node.id in self._members or node in self._waited
 
     def add(self, node: Node) -> None:
-        self.discard(node)
-        if node.uses:
-            self._in_use.add(node)
-            return
+        self._waited.discard(node)
         key = self._policy.key(node, self._tier)
         time = self._policy.use(node).visit.time
         self._members[node.id] = (node, key, time)
@@ -91,11 +85,8 @@ class CostIndex:
     def discard(self, node: Node) -> None:
         self._members.pop(node.id, None)
         self._waited.discard(node)
-        self._in_use.discard(node)
 
     def pop(self) -> Node | None:
-        if (node := self._in_use.pop()) is not None:
-            return node
         node = self.peek()
         if node is None:
             return self._waited.pop()
@@ -105,8 +96,6 @@ class CostIndex:
 
     def peek(self) -> Node | None:
         """The next victim that nobody waits for."""
-        if (used := self._in_use.peek()) is not None:
-            return used
         retries = RETRIES
         while self._members:
             if not self._order or self._changes > min(REORDER, len(self._members) // 8):
@@ -139,7 +128,6 @@ class CostIndex:
     def clear(self) -> None:
         self._members.clear()
         self._waited.clear()
-        self._in_use.clear()
         self._rebuild()
 
     def _top(self, key: Key, end: int) -> Node | None:
@@ -272,7 +260,7 @@ class Cost(EvictionPolicy):
     def admit(self, node: Node, tier: Tier) -> bool:
         index = self._indexes[tier]
         weakest = index.peek()
-        if weakest is None or weakest.uses:
+        if weakest is None:
             return True
         mine = self.rank(node, self.key(node, tier))
         return mine > self.rank(weakest, self.key(weakest, tier))

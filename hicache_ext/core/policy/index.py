@@ -45,23 +45,15 @@ class EvictionIndex:
 
     def pop(self) -> Node | None:
         """Remove and return the candidate of lowest rank, or None."""
-        node = self.peek()
-        if node is not None:
-            heapq.heappop(self._heap)
-            del self._members[node.id]
-        return node
-
-    def peek(self) -> Node | None:
-        """The candidate of lowest rank, or None."""
         while self._heap:
-            rank, node_id, node = self._heap[0]
+            rank, node_id, node = heapq.heappop(self._heap)
             if self._members.get(node_id) is not node:
-                heapq.heappop(self._heap)
                 continue
             now = self._rank(node)
             if now > rank:
-                heapq.heapreplace(self._heap, (now, node_id, node))
+                heapq.heappush(self._heap, (now, node_id, node))
                 continue
+            del self._members[node_id]
             return node
         return None
 

@@ -24,7 +24,4 @@ class TierAwareLru(EvictionPolicy):
         return (node.waiters > 0, node.stamp, node.host is not Residency.READY)
 
     def host_rank(self, node: Node) -> Rank:
-        if node.uses:
-            # It cannot be lost on the device, and is copied again after; the latest is in use for longest.
-            return (False, False, -node.stamp)
-        return (True, node.waiters > 0, node.stamp, node.device is Residency.ABSENT)
+        return (node.waiters > 0, node.stamp, node.device is Residency.ABSENT)

@@ -45,7 +45,7 @@ from hicache_ext.core.tree import Insertion, Match, Node, Slots, TieredRadixTree
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
 
 MOST_WAITING = 64
-"""Nodes at most that wait so, because each step looks at all of them."""
+"""Nodes at most that wait for room on a full host, because each step looks at all of them."""
 
 HASHED_PAGES = 4096
 """Page identities computed at most per step: some milliseconds of the scheduler thread."""
@@ -394,10 +394,11 @@ class TieredCache:
             if node.parent is None or node.doubt is not Doubt.NONE:
                 continue
             if node.device is READY and node.host is ABSENT:
-                if node.uses and self._crowded(node):
+                crowded = self._crowded(node)
+                if crowded and node.uses:
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
-                if self._crowded(node) and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
+                if crowded and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
                     node.backup_queued = self._deferred = True
                     self._dirty.appendleft(node)
                     break
@@ -581,13 +582,11 @@ class TieredCache:
         for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
-            if not force and node.doubt is Doubt.NONE and self._crowded(node):
-                self.tree.uncovered.append(node)
-                if self._at_ease(waiting[number:]):
-                    self.tree.uncovered += waiting[number + 1 :]
-                    return
-                self.tree.uncovered.pop()
-            if node.doubt is Doubt.NONE:
+            sound = node.doubt is Doubt.NONE
+            if sound and not force and self._crowded(node) and self._at_ease(waiting[number:]):
+                self.tree.uncovered += waiting[number:]
+                return
+            if sound:
                 self._submit_backup(self._reserve_host(node, admit=True))
             if node.host is ABSENT:
                 for member in reversed(list(self.tree.subtree(node))[1:]):

@@ -51,6 +51,16 @@ def crowd(rig: Rig) -> None:
     settle(rig)
 
 
+def waiting_for_room() -> tuple[Rig, Node]:
+    """The use of LONG's start has ended: on the device only, its end on a full host, with room to spare."""
+    rig = make_rig(device_pages=12, host_pages=6)
+    node = use_the_start(rig)
+    crowd(rig)
+    rig.cache.config = replace(rig.cache.config, ease=0.5)
+    rig.cache.unlock(node)
+    return rig, node
+
+
 def found(rig: Rig, tokens: np.ndarray) -> int:
     match = rig.cache.match(SCOPE, tokens, touch=False)
     return match.device_len + match.host_len
@@ -196,11 +206,7 @@ def test_a_store_gets_the_continuation_once_the_prefix_has_its_copy_again() -> N
 
 
 def test_copies_wait_for_room_while_the_device_is_at_ease() -> None:
-    rig = make_rig(device_pages=12, host_pages=6)
-    node = use_the_start(rig)
-    crowd(rig)
-    rig.cache.config = replace(rig.cache.config, ease=0.5)
-    rig.cache.unlock(node)
+    rig, node = waiting_for_room()
     settle(rig)
     assert node.host is ABSENT and not node.device_locks and found(rig, LONG) == len(LONG)
     assert found(rig, OTHER) == len(OTHER)
@@ -225,11 +231,7 @@ def test_what_is_new_waits_for_room_too() -> None:
 
 
 def test_an_eviction_frees_all_that_waits_for_room() -> None:
-    rig = make_rig(device_pages=12, host_pages=6)
-    node = use_the_start(rig)
-    crowd(rig)
-    rig.cache.config = replace(rig.cache.config, ease=0.5)
-    rig.cache.unlock(node)
+    rig, node = waiting_for_room()
     assert rig.cache.tree.uncovered == [node]
     total = rig.cache.tree.evictable_tokens
     assert rig.cache.evict(rig.device.total) == total and rig.device.available() == rig.device.total

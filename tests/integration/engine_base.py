@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -199,3 +201,11 @@ def expected_kv(req: Req, length: int, layer: int) -> torch.Tensor:
 
 def prompt(length: int, start: int = 0) -> list[int]:
     return list(range(start, start + length))
+
+
+def wait(engine: BaseEngine, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it does not come to pass"
+        engine.step()
+        time.sleep(0.002)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ with warnings.catch_warnings():
 
 from hicache_ext.integration import build
 from tests.integration.engine import Engine, prompt
+from tests.integration.engine_base import wait
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,14 +49,6 @@ def server(tmp_path: Path) -> Iterator[Make]:
 def stores(engine: Engine) -> build.Stores:
     assert engine.cache.stores is not None
     return engine.cache.stores
-
-
-def wait(engine: Engine, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it does not come to pass"
-        engine.step()
-        time.sleep(0.002)
 
 
 def stored(engine: Engine) -> int:

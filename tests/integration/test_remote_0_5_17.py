@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     only_on("0.5.17")
     from tests.integration.engine_0_5_17 import Engine, prompt
+    from tests.integration.engine_base import wait
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,14 +43,6 @@ def server(tmp_path: Path) -> Iterator[Make]:
     yield start
     for engine in started:
         engine.close()
-
-
-def wait(engine: Engine, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it does not come to pass"
-        engine.step()
-        time.sleep(0.002)
 
 
 def restarted(server: Make) -> Engine:

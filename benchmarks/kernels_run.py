@@ -369,7 +369,7 @@ def staged(pool: Pool, case: Case) -> Made:
             headers,
             pool.sealed,
             pool.flags,
-            lambda layers: None,
+            lambda layers, pages: None,
             by_layer=not case.whole,
         )
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,9 @@ STALE = 10.0
 """Seconds; older observations are dropped, but for the last two."""
 MEASURED_TOKENS = 256
 """A pass of fewer tokens is mostly fixed cost, and says little about what a token costs."""
+
+LAUNCH = 0.02
+"""Seconds of a pass of few tokens, until one has been measured."""
 
 PREFILL_QUANTILE = 1 / 3
 """Passes are measured too long more often than too short, and a prefill thought too dear means a wait."""
@@ -59,9 +63,13 @@ class Rates:
     costs: CostModel
     prefill_scale: float
     """What a pass takes, in units of what ``costs`` says."""
+    launch: float
+    """Seconds that a pass takes at least, however few tokens it computes."""
     load_bandwidth: float
     """Host to device, bytes per second."""
     stores: Mapping[str, StoreRate]
+    clock: float = 0.0
+    """Seconds since the start, as ranks agree on them."""
 
     def recompute(self, start: int, tokens: int) -> float:
         """Seconds of prefill of ``tokens`` behind ``start`` others."""
@@ -132,6 +140,7 @@ class Speeds:
         stores: Mapping[str, StoreRate] | Sequence[str] = (),
         *,
         load_bandwidth: float = 10e9,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The priors must be equal on all ranks.
 
@@ -139,14 +148,17 @@ class Speeds:
             costs: prefill as measured at start (``fit_costs``), or as derived from the model's size.
             stores: the remote stores, with what a probe at start measured if there was one.
             load_bandwidth: host to device, bytes per second, measured at start.
+            clock: seconds, from anywhere.
         """
         if not isinstance(stores, Mapping):
             stores = {name: StoreRate() for name in stores}
         self.costs = costs
         self._lock = threading.Lock()
         self._prefill = Track(1.0, PREFILL_QUANTILE, keep_prior=True)
+        self._launch = Track(LAUNCH, PREFILL_QUANTILE, keep_prior=True)
         self._load = Track(load_bandwidth, RATE_QUANTILE, keep_prior=True)
         self._stores = {name: _StoreTrack(prior) for name, prior in stores.items()}
+        self.clock, self._start = clock, clock()
         self._measured = self._agreed = self._rates()
 
     @property
@@ -163,13 +175,17 @@ class Speeds:
         """A prefill of ``tokens`` behind ``start`` others took so long."""
         self.observed_pass([(start, tokens)], seconds, now)
 
-    def observed_pass(self, parts: Sequence[tuple[int, int]], seconds: float, now: float) -> None:
+    def observed_pass(
+        self, parts: Sequence[tuple[int, int]], seconds: float, now: float, passes: int = 1
+    ) -> None:
         """A prefill of several requests, each (tokens before it, its tokens), took so long together."""
-        if sum(tokens for _, tokens in parts) < MEASURED_TOKENS:
-            return
+        few = sum(tokens for _, tokens in parts) < passes * MEASURED_TOKENS
         expected = sum(self.costs.recompute(start, tokens) for start, tokens in parts)
         with self._lock:
-            self._prefill.add(seconds / expected, expected, now)
+            if few:
+                self._launch.add(seconds / passes, 1.0, now)
+            else:
+                self._prefill.add(seconds / expected, expected, now)
             self._measured = self._rates()
 
     def observed_load(self, nbytes: int, seconds: float, now: float) -> None:
@@ -229,31 +245,37 @@ class Speeds:
             return self._stores[store].bandwidth.last
 
     def vector(self) -> npt.NDArray[np.int64]:
-        """What this rank sees, int64 ``[2 + 2 * stores]``, for an all-reduce (MIN).
+        """What this rank sees, int64 ``[4 + 2 * stores]``, for an all-reduce (MIN).
 
         Each minimum leans towards recomputation: the cheapest prefill, the slowest transfers. Latencies are
         negative for that, and a store that one rank knows nothing of has bandwidth 0.
         """
         rates = self._measured
-        values = [int(rates.prefill_scale / _SCALE_UNIT), int(rates.load_bandwidth)]
+        values = [
+            int((self.clock() - self._start) * _SECOND),
+            int(rates.prefill_scale / _SCALE_UNIT),
+            int(rates.launch * _SECOND),
+            int(rates.load_bandwidth),
+        ]
         for store in rates.stores.values():
             values += [-math.ceil(store.latency * _SECOND), int(store.bandwidth) if store.known else 0]
         return np.array(values, dtype=np.int64)
 
     def adopt(self, vector: npt.NDArray[np.int64]) -> None:
         """The reduced vector becomes ``agreed``."""
-        scale, load, *rest = (int(value) for value in vector)
+        clock, prefill, launch, load, *rest = (int(value) for value in vector)
         if len(rest) != 2 * len(self._stores):
             raise ValueError(f"{len(vector)} numbers are not those of {len(self._stores)} stores")
         stores = {
             name: StoreRate(-rest[2 * i] / _SECOND, float(rest[2 * i + 1]) or 1.0, rest[2 * i + 1] > 0)
             for i, name in enumerate(self._stores)
         }
-        self._agreed = Rates(self.costs, scale * _SCALE_UNIT, float(max(load, 1)), stores)
+        scale, bandwidth = prefill * _SCALE_UNIT, float(max(load, 1))
+        self._agreed = Rates(self.costs, scale, launch / _SECOND, bandwidth, stores, clock / _SECOND)
 
     def _rates(self) -> Rates:
         stores = {name: track.rate() for name, track in self._stores.items()}
-        return Rates(self.costs, self._prefill.value, self._load.value, stores)
+        return Rates(self.costs, self._prefill.value, self._launch.value, self._load.value, stores)
 
 
 def fit_costs(samples: Sequence[tuple[int, int, float]], load: float | None = None) -> CostModel:

@@ -85,6 +85,7 @@ class HicacheExtCache(BasePrefixCache):
         self.stores = stores
         self.host = host
         self.counter = counter
+        self.speeds = speeds
         self.recompute = self.recompute_class()
         self._versions = versions
         self._adapters = Adapters()

@@ -65,10 +65,8 @@ class HicacheExtCache0517(HicacheExtCache):
     def __init__(self, params: Any, cache: TieredCache, engine: Engine, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, cache, engine, *args, **kwargs)
         self._keep_finished = not params.disable_finished_insert
-        page_bytes = self.host.layout.page_bytes
-        self._early = EarlyLoads(cache, self.token_to_kv_pool_allocator.size, page_bytes)
+        self._early = EarlyLoads(cache, self.speeds, self.token_to_kv_pool_allocator.size)
         self._scheduler: Any = None
-        self._busy = False
         self._idle_steps = 0
         self._matched: dict[str, Any] = {}
         self._load_needed = -1
@@ -125,21 +123,18 @@ class HicacheExtCache0517(HicacheExtCache):
 
     def on_request_queued(self, req: Any) -> None:
         super().on_request_queued(req)
-        self._early.queued(req.rid)
+        self._early.queued(req.rid, len(req.origin_input_ids) + len(req.output_ids))
 
     def fetch_ended(self, req: Any) -> bool:
         """Whether a queued request can be scheduled: nothing worth waiting for is on its way."""
-        return super().fetch_ended(req) and not (self._busy and self._early.holds(req.rid))
+        return super().fetch_ended(req) and not self._early.holds(req.rid)
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         if self._scheduler is not None:
-            self._busy = _computes(self._scheduler)
-            last = self._scheduler.last_batch
-            decoding = last is not None and last.forward_mode.is_decode()
-            queue = {req.rid for req in self._scheduler.waiting_queue}
-            self._early.step(queue, busy=self._busy, decoding=decoding)
-            self._idle_steps = 0 if self._busy else self._idle_steps + 1
+            running = _running(self._scheduler)
+            self._early.step([req.rid for req in self._scheduler.waiting_queue], running)
+            self._idle_steps = 0 if running else self._idle_steps + 1
             if self._idle_steps > 1:
                 # The first of the queue was not admitted: it may lack the room that others hold.
                 for rid in self._loaded_ahead():
@@ -230,9 +225,11 @@ class HicacheExtCache0517(HicacheExtCache):
         req.cache_protected_len = len(tokens) // self.page_size * self.page_size
 
 
-def _computes(scheduler: Any) -> bool:
-    """Whether a batch runs, or will without a new request."""
-    if scheduler.chunked_req is not None:
-        return True
+def _running(scheduler: Any) -> int:
+    """Requests that run, or will without a new one."""
     batches = (scheduler.running_batch, scheduler.last_batch)
-    return any(not req.finished() for batch in batches if batch is not None for req in batch.reqs)
+    reqs = [req for batch in batches if batch is not None for req in batch.reqs]
+    chunked = scheduler.chunked_req
+    return len(
+        {id(req) for req in reqs if not req.finished()} | ({id(chunked)} if chunked is not None else set())
+    )

@@ -1,68 +1,73 @@
 """Loads from the host for requests that still wait in the queue, while others compute.
 
 A load that is started when its request is admitted keeps the whole device waiting. So as long as something
-else runs, what queued requests have on the host is loaded ahead, in groups: the requests of a group are held
-back until all of it has landed and are then admitted together, while the next group is on its way. Groups
-keep prefill batches large, for every one of them makes all others wait; while there is only decoding, a small
-group waits some steps for more. Size and steps bound how long a request is held back.
+else runs, what queued requests have on the host is loaded ahead, in the order of the queue, and requests are
+held back until it pays to admit them (``core.prefill_batch``): what has landed and what is about to land go
+into one batch, which waits in its stream for the last of it. Where nothing was loaded ahead, nobody waits.
 
-All decisions follow from the queue and the tree, so TP ranks take them alike.
+All decisions follow from the queue, the tree and the speeds that TP ranks have agreed on, so ranks take them
+alike.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache_ext.core.cache import TieredCache
+from hicache_ext.core.prefill_batch import MOST, Candidate, admit_now
+from hicache_ext.core.residency import Residency
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tree import Node
 
-GROUP_BYTES = 2.5e9
-"""Some 50 ms of a PCIe 5 bus with 16 lanes."""
-GROUPS = 2
-"""On their way at most: the bus need not idle until it is noticed that one has landed."""
-GATHER_STEPS = 3
-"""Decoding steps that a group of less than half the size waits for more."""
+LOOK_AHEAD = 128
+"""Queued requests; those behind are not loaded ahead, and not admitted before any of these."""
 SPARE_SHARE = 8
 """An eighth of the device pool is left to what is about to be computed."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Queued:
+    tokens: int
+    since: float
+
+
+@dataclass(frozen=True)
 class _Ahead:
     """``tokens`` of a queued request were loaded ahead of its admission; ``node`` is locked until then."""
 
     node: Node
     tokens: int
+    seconds: float
 
 
-@dataclass
-class _Group:
-    """Requests that are admitted together, once load ``seq`` has landed."""
+@dataclass(frozen=True)
+class _Load:
+    """On its way, for some ``seconds`` of the bus."""
 
     seq: int
-    rids: set[str]
+    seconds: float
 
 
 class EarlyLoads:
-    def __init__(self, cache: TieredCache, device_tokens: int, page_bytes: int) -> None:
+    def __init__(self, cache: TieredCache, speeds: Speeds, device_tokens: int) -> None:
         self._cache = cache
+        self._speeds = speeds
         self._spare = device_tokens // SPARE_SHARE
-        self._group_tokens = max(int(GROUP_BYTES / page_bytes), 1) * cache.config.page_size
-        self._queued: dict[str, None] = {}
+        self._queued: dict[str, _Queued] = {}
         self._ahead: dict[str, _Ahead] = {}
-        self._groups: deque[_Group] = deque()
-        self._gathered = 0
+        self._loads: deque[_Load] = deque()
+        self._let: set[str] | None = None
+        """The queued requests that may be admitted; None: all."""
 
-    def queued(self, rid: str) -> None:
-        """A request has entered the queue and been matched."""
-        self._queued[rid] = None
+    def queued(self, rid: str, tokens: int) -> None:
+        """A request of so many tokens has entered the queue and been matched."""
+        self._queued[rid] = _Queued(tokens, self._speeds.agreed.clock)
 
     def forget(self, rid: str) -> None:
         """A request has left the queue; unknown ones are ignored."""
         self._queued.pop(rid, None)
-        for group in self._groups:
-            group.rids.discard(rid)
         ahead = self._ahead.pop(rid, None)
         if ahead is not None:
             self._cache.unlock(ahead.node)
@@ -70,58 +75,97 @@ class EarlyLoads:
     def clear(self) -> None:
         """The tree is gone, and with it all locks."""
         self._ahead.clear()
-        self._groups.clear()
-        self._gathered = 0
+        self._loads.clear()
+        self._let = None
 
     def holds(self, rid: str) -> bool:
-        """Whether a queued request should wait for its group."""
-        if any(rid in group.rids for group in self._groups):
-            return True
-        return bool(self._groups or self._gathered) and rid in self._queued and self._missing(rid) > 0
+        """Whether a queued request should wait for those that are on their way."""
+        return self._let is not None and rid not in self._let
 
     def tokens(self, rid: str) -> int:
         """What was loaded ahead for a request that is still queued."""
         ahead = self._ahead.get(rid)
         return 0 if ahead is None else ahead.tokens
 
-    def step(self, queue: Collection[str], *, busy: bool, decoding: bool) -> None:
-        """Once per scheduler step, after the tick; ``queue`` are the requests that still wait.
+    def step(self, queue: Sequence[str], running: int) -> None:
+        """Once per scheduler step, after the tick; ``queue``: the requests that still wait, in order.
 
-        ``busy``: something computes meanwhile. Otherwise nothing is gained by holding requests back.
-        ``decoding``: what runs now is no prefill.
+        ``running``: requests that compute meanwhile. With none, nothing is gained by holding requests back.
         """
-        while self._groups and not self._cache.load_open(self._groups[0].seq):
-            self._groups.popleft()
-        for rid in [rid for rid in self._queued if rid not in queue]:
+        while self._loads and not self._cache.load_open(self._loads[0].seq):
+            self._loads.popleft()
+        for rid in self._queued.keys() - set(queue):
             self.forget(rid)
-        if len(self._groups) == GROUPS:
+        self._let = None
+        if not running:
             return
-        missing = sum(map(self._missing, self._queued)) if busy else 0
-        self._gathered = self._gathered + 1 if missing else 0
-        if missing and (not decoding or 2 * missing >= self._group_tokens or self._gathered > GATHER_STEPS):
-            self._gathered = 0
-            self._next_group()
+        waiting = [rid for rid in queue[:LOOK_AHEAD] if rid in self._queued and not self._cache.waits(rid)]
+        later = self._load(waiting)
+        if self._loads or any(rid in self._ahead for rid in waiting):
+            self._hold(waiting, later, running)
 
-    def _next_group(self) -> None:
+    def _load(self, waiting: Sequence[str]) -> list[str]:
+        """Load ahead; returns the requests whose load has its turn when others have landed."""
         cache = self._cache
-        room = self._group_tokens
-        rids: set[str] = set()
-        for rid in self._queued:
+        later: list[str] = []
+        for number, rid in enumerate(waiting):
             tokens = self._missing(rid)
-            if not tokens or cache.waits(rid):
+            if not tokens:
                 continue
             free = cache.device.available() + cache.tree.evictable_tokens - self._spare
-            if tokens > free or (rids and tokens > room):
+            if tokens > free:
+                break
+            if sum(load.seconds for load in self._loads) >= MOST:
+                later = [rid for rid in waiting[number:] if self._missing(rid)]
                 break
             node = cache.tree.waiting[rid]
             if not cache.load(node, wait=False):
                 break
             cache.lock(node)
-            self._ahead[rid] = _Ahead(node, tokens)
-            rids.add(rid)
-            room -= tokens
-        if rids:
-            self._groups.append(_Group(cache.start_loads(by_layer=False), rids))
+            seconds = self._seconds(tokens)
+            self._ahead[rid] = _Ahead(node, tokens, seconds)
+            self._loads.append(_Load(cache.pending_load(node), seconds))
+        cache.start_loads(by_layer=False)
+        return later
+
+    def _hold(self, waiting: Sequence[str], later: Sequence[str], running: int) -> None:
+        """Decide who may be admitted while loads are on their way."""
+        rates, tree = self._speeds.agreed, self._cache.tree
+        last = sum(load.seconds for load in self._loads)
+        coming: list[tuple[float, str, Candidate]] = []
+        ready: list[Candidate] = []
+        behind = set(later)
+        for rid in waiting:
+            node = tree.waiting.get(rid, tree.root)
+            ahead = self._ahead.get(rid)
+            load = 0.0 if ahead is None else ahead.seconds
+            if rid in behind:
+                load = self._seconds(self._missing(rid))
+                lands = last = last + load
+            else:
+                lands = self._lands(node)
+            queued, known = self._queued[rid], node.start + len(node)
+            waited = rates.clock - queued.since
+            one = Candidate(known, max(queued.tokens - known, 1), load, lands, waited)
+            if lands:
+                coming.append((lands, rid, one))
+            else:
+                ready.append(one)
+        coming.sort(key=lambda entry: entry[0])
+        count = admit_now(ready, [one for _, _, one in coming], running, rates)
+        self._let = set()
+        if count is not None:
+            held = {rid for _, rid, _ in coming[count:]}
+            self._let.update(rid for rid in waiting if rid not in held)
+            if not held:
+                self._let = None
+
+    def _lands(self, node: Node) -> float:
+        """Seconds until the path to ``node`` is on the device, as far as it is on its way."""
+        if node.device is not Residency.PENDING:
+            return 0.0
+        seq = self._cache.pending_load(node)
+        return sum(load.seconds for load in self._loads if load.seq <= seq)
 
     def _missing(self, rid: str) -> int:
         """Tokens that a queued request has on the host only, and that are worth loading."""
@@ -131,3 +175,7 @@ class EarlyLoads:
         absent = self._cache.host_only(node)
         tokens = sum(map(len, absent))
         return tokens if tokens and self._cache.worth_loading(absent[0].start, tokens) else 0
+
+    def _seconds(self, tokens: int) -> float:
+        cache = self._cache
+        return self._speeds.agreed.load(tokens * cache.page_bytes // cache.config.page_size)

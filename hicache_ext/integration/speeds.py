@@ -154,7 +154,8 @@ class PrefillClock:
 
     def _tell(self) -> None:
         if self._parts:
-            self._speeds.observed_pass(self._parts, self._last_end - self._begun, self._last_end)
+            seconds = self._last_end - self._begun
+            self._speeds.observed_pass(self._parts, seconds, self._last_end, self._passes)
         self._parts, self._passes = [], 0
 
 

@@ -29,8 +29,9 @@ RING_BYTES = 128 << 20
 
 Alter = Callable[[torch.Tensor, np.ndarray], None]
 """Called with rows that are about to be written to host pages, and the pages' numbers."""
-Landed = Callable[[range], None]
-"""Called when the work of some layers is queued, in ascending order."""
+Landed = Callable[[range, int], None]
+"""Called with some layers and a number of pages when the work of these layers of the first pages is queued,
+in ascending order; at last of all layers of all pages."""
 
 
 class CopyBackend(Protocol):
@@ -51,7 +52,7 @@ class CopyBackend(Protocol):
         """Copy host pages to device pages; zeros in place of those that are not what ``labels`` says.
 
         Args:
-            by_layer: the first layers are waited for before the last.
+            by_layer: the first layers are waited for before the last; otherwise the first pages are.
 
         Returns:
             Tensors in pinned memory, ``n`` elements together, not zero for such pages; valid once the last
@@ -114,8 +115,10 @@ class TorchBackend:
             verdicts.append(verdict.copy_(~sound, non_blocking=True))
             for layer in range(self.kv.layout.layers):
                 scatter_layer(self.kv, staging, self._rows(staging), self._slots(slots, part), layer)
-                if part is parts[-1]:
-                    landed(range(layer, layer + 1))
+                if by_layer and part is parts[-1]:
+                    landed(range(layer, layer + 1), len(pages))
+            if not by_layer:
+                landed(range(self.kv.layout.layers), part.stop)
         return verdicts
 
     def _parts(self, pages: int) -> Iterator[slice]:

@@ -235,7 +235,7 @@ class StagedLoad:
         headers: torch.Tensor,
         checks: torch.Tensor | None,
         flags: torch.Tensor,
-        landed: Callable[[range], None],
+        landed: Callable[[range, int], None],
         *,
         by_layer: bool = True,
     ) -> None:
@@ -244,7 +244,8 @@ class StagedLoad:
         Args:
             headers: what ``headers`` returned for ``pages``.
             checks, flags: see ``scatter``.
-            landed: called after the work of some layers is queued, to record an event in the current stream.
+            landed: called after the work of some layers of the first pages is queued, to record an event in
+                the current stream.
             by_layer: the first layers first, in strips. Otherwise whole pages: fewer and wider copies.
         """
         layout = self._kv.layout
@@ -254,7 +255,7 @@ class StagedLoad:
             copy = scatter(self._kv, host, upload(pages, headers.device), slots, checks, flags)
             for some in _parts(layout.layers, DIRECT_LAYERS):
                 copy(range(some.start, some.stop))
-                landed(range(some.start, some.stop))
+                landed(range(some.start, some.stop), len(pages))
             return
         words = headers.view(torch.int64)
         for layers in strips:
@@ -279,7 +280,10 @@ class StagedLoad:
                     )
 
                 self._ring.turn(fill, drain, copies_fill=True)
-            landed(layers)
+                if not by_layer:
+                    landed(every, part.stop)
+            if by_layer:
+                landed(layers, len(pages))
 
     def _rows(self, buffer: torch.Tensor, part: slice) -> torch.Tensor:
         count, size = part.stop - part.start, self._kv.layout.page_bytes

@@ -224,14 +224,23 @@ class ThreadEngine:
 
 
 @dataclass
-class _Loads:
-    """Loads that are one copy in a stream: ``verdicts`` as a backend returned them for all pages in order,
-    valid once ``ended`` has passed; None if the copy raised. Both events are timed."""
+class _Copy:
+    """One call of a backend: ``verdicts`` as it returned them, None if it raised. Both events are timed."""
 
-    jobs: list[LoadJob]
     begun: torch.cuda.Event
     ended: torch.cuda.Event
-    verdicts: list[torch.Tensor] | None
+    nbytes: int
+    verdicts: list[torch.Tensor] | None = None
+
+
+@dataclass
+class _Load:
+    """``job`` is part of ``copy``, from page ``start`` of it; ``events`` pass as its layers land."""
+
+    job: LoadJob
+    copy: _Copy
+    start: int
+    events: list[torch.cuda.Event]
 
 
 class StreamEngine:
@@ -262,7 +271,8 @@ class StreamEngine:
         self._to_host = torch.cuda.Stream(kv.device, priority=-1)
         self._to_device = torch.cuda.Stream(kv.device, priority=-1)
         self._backups: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._loads: deque[_Loads] = deque()
+        self._loads: deque[_Load] = deque()
+        self._copies: deque[_Copy] = deque()
         self._load_times: list[tuple[int, float]] = []
 
     def backup(self, seq: int, slots: list[torch.Tensor], pages: np.ndarray, labels: Labels) -> None:
@@ -289,25 +299,35 @@ class StreamEngine:
         pages = np.concatenate([job.pages for job in jobs])
         labels = replace(jobs[0].labels, identities=np.concatenate([job.labels.identities for job in jobs]))
         index = self._hand_over([run for job in jobs for run in job.slots], self._to_device)
-        events: list[torch.cuda.Event] = []
+        stops = np.cumsum([len(job.pages) for job in jobs]).tolist()
+        layers = self.kv.layout.layers
         with torch.cuda.stream(self._to_device):
             begun = recorded(timed=True)
+            copy = _Copy(begun, begun, len(pages) * self.kv.layout.page_bytes)
+            loads = [
+                _Load(job, copy, stop - len(job.pages), []) for job, stop in zip(jobs, stops, strict=True)
+            ]
             if self.faults is not None:
                 self._to_device.synchronize()
                 self.faults.at_rest(self.host.buffer, pages)
 
-            def landed(layers: range) -> None:
-                events.extend([recorded()] * len(layers))
+            def landed(some: range, count: int) -> None:
+                event = recorded()
+                for load, stop in zip(loads, stops, strict=True):
+                    if stop <= count and len(load.events) == some.start:
+                        load.events.extend([event] * len(some))
 
             try:
-                verdicts = self._backend.to_device(index, pages, labels, landed, by_layer)
+                copy.verdicts = self._backend.to_device(index, pages, labels, landed, by_layer)
             except Exception:
                 logger.exception("hicache-ext: a load of %d pages failed", len(pages))
-                verdicts = None
-                landed(range(len(events), self.kv.layout.layers))
-            for job in jobs:
-                self.signal.add(job.seq, events)
-            self._loads.append(_Loads(jobs, begun, recorded(timed=True), verdicts))
+                for load in loads:
+                    load.events.extend([recorded()] * (layers - len(load.events)))
+            copy.ended = recorded(timed=True)
+        for load in loads:
+            self.signal.add(load.job.seq, load.events)
+        self._loads.extend(loads)
+        self._copies.append(copy)
 
     def take_load_times(self) -> list[tuple[int, float]]:
         times, self._load_times = self._load_times, []
@@ -316,42 +336,40 @@ class StreamEngine:
     def poll(self) -> None:
         while self._backups and self._backups[0][1].query():
             self.backups.post(self._backups.popleft()[0])
-        while self._loads and self._loads[0].ended.query():
+        while self._loads and self._loads[0].events[-1].query():
             self._settle(self._loads.popleft())
+        while self._copies and self._copies[0].ended.query():
+            copy = self._copies.popleft()
+            if copy.verdicts is not None:
+                self._load_times.append((copy.nbytes, copy.begun.elapsed_time(copy.ended) / 1e3))
 
     def wait_loads(self, seq: int) -> None:
-        for loads in self._loads:
-            if loads.jobs[0].seq <= seq:
-                loads.ended.synchronize()
+        for load in self._loads:
+            if load.job.seq <= seq:
+                load.events[-1].synchronize()
         self.poll()
 
     def drain(self) -> None:
         for _, ended in self._backups:
             ended.synchronize()
-        for loads in self._loads:
-            loads.ended.synchronize()
+        for copy in self._copies:
+            copy.ended.synchronize()
         self.poll()
 
     def close(self) -> None:
         self.drain()
 
-    def _settle(self, loads: _Loads) -> None:
-        layout = self.kv.layout
-        if loads.verdicts is None:
-            for job in loads.jobs:
-                self.counts.refused[Reason.COPY] += len(job.pages)
-                self.loads.post(job.seq, 0)
+    def _settle(self, load: _Load) -> None:
+        job, layout = load.job, self.kv.layout
+        if load.copy.verdicts is None:
+            self.counts.refused[Reason.COPY] += len(job.pages)
+            self.loads.post(job.seq, 0)
             return
-        nbytes = sum(len(job.pages) for job in loads.jobs) * layout.page_bytes
-        self._load_times.append((nbytes, loads.begun.elapsed_time(loads.ended) / 1e3))
-        refused = torch.cat(loads.verdicts).numpy().astype(bool)
-        start = 0
-        for job in loads.jobs:
-            bad = np.flatnonzero(refused[start : start + len(job.pages)]).tolist()
-            start += len(job.pages)
-            self.counts.bytes_to_device += (len(job.pages) - len(bad)) * layout.payload_bytes
-            refuse(self, job.pages, job.labels, bad)
-            self.loads.post(job.seq, bad[0] if bad else None)
+        refused = torch.cat(load.copy.verdicts)[load.start : load.start + len(job.pages)]
+        bad = np.flatnonzero(refused.numpy()).tolist()
+        self.counts.bytes_to_device += (len(job.pages) - len(bad)) * layout.payload_bytes
+        refuse(self, job.pages, job.labels, bad)
+        self.loads.post(job.seq, bad[0] if bad else None)
 
     def _hand_over(self, slots: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:
         """One slot tensor for ``stream``, which waits for all work queued so far.

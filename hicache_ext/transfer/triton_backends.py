@@ -95,7 +95,7 @@ class DirectBackend:
         for first in range(0, layout.layers, copy_triton.DIRECT_LAYERS):
             some = range(first, min(first + copy_triton.DIRECT_LAYERS, layout.layers))
             copy(some)
-            landed(some)
+            landed(some, len(pages))
         return [flags]
 
 

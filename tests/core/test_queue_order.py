@@ -14,7 +14,7 @@ from hicache_ext.core.queue_order import Waiting, order, remaining_cost
 from hicache_ext.core.speeds import Rates, Speeds
 
 COSTS = CostModel(token=1e-4, depth=1e-9)
-RATES = Rates(COSTS, 1.0, 10e9, {})
+RATES = Rates(COSTS, 1.0, 0.02, 10e9, {})
 BYTES = 131072.0
 PATIENCE = 2.0
 ALLOWED = int(PATIENCE / COSTS.token)
@@ -42,7 +42,7 @@ def test_the_same_tokens_cost_more_behind_a_long_prefix() -> None:
 
 
 def test_a_slow_bus_makes_the_host_worth_no_more_than_computing() -> None:
-    slow = Rates(COSTS, 1.0, 1e6, {})
+    slow = Rates(COSTS, 1.0, 0.02, 1e6, {})
     request = Waiting(0, 4000, host=3000)
     assert remaining_cost(request, slow, BYTES) == pytest.approx(COSTS.recompute(0, 4000))
     assert remaining_cost(request, RATES, BYTES) < 0.5 * COSTS.recompute(0, 4000)
@@ -76,7 +76,7 @@ requests = st.builds(
 def test_everybody_is_served_once_and_more_cached_is_never_later(
     waiting: list[Waiting], computed: int, scale: float, load: float
 ) -> None:
-    rates = Rates(COSTS, scale, load, {})
+    rates = Rates(COSTS, scale, 0.02, load, {})
     positions = order(waiting, rates, BYTES, computed)
     assert sorted(positions) == list(range(len(waiting)))
     for request in waiting:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -38,8 +39,8 @@ with warnings.catch_warnings():
 
 from hicache_ext.core.header import Reason
 from hicache_ext.core.residency import Residency
+from hicache_ext.core.speeds import KEPT
 from hicache_ext.integration.cpu_allocator_0_5_17 import paged_allocator
-from hicache_ext.integration.early_loads import GATHER_STEPS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -656,6 +657,15 @@ def test_write_back_moves_pages_when_they_are_evicted() -> None:
 # Loads ahead of admission
 
 
+def set_clock(engine: Engine, seconds: float) -> None:
+    """As if a batch's launches took long, so that requests wait for others; for none from 1,000 s on."""
+    speeds = engine.cache.speeds
+    speeds.clock = lambda: seconds
+    speeds._start = 0.0
+    for _ in range(KEPT):
+        speeds.observed_prefill(0, 1, 1000.0, time.monotonic())
+
+
 def ahead(engine: Engine, **options: Any) -> Any:
     """A queued request whose pages are loaded while another one decodes; returns it."""
     on_host(engine, prompt(48))
@@ -663,12 +673,15 @@ def ahead(engine: Engine, **options: Any) -> Any:
     running.sampling_params.max_new_tokens = 60
     engine.run(engine.prefill())
     engine.run(engine.decode())
+    set_clock(engine, 1.0)
+    engine.cache.check_hicache_events()
     req = engine.request(prompt(64), **options)
-    for _ in range(GATHER_STEPS + 1):
+    for _ in range(4):
         assert engine.prefill() is None, "it is held back"
         assert not engine.cache.fetch_ended(req)
         engine.run(engine.decode())
     assert match(engine, prompt(64)).best_match_node.device is not Residency.ABSENT
+    set_clock(engine, 1001.0)
     return req
 
 
@@ -742,7 +755,7 @@ def test_what_is_loaded_ahead_never_keeps_the_head_of_the_queue_out(engine: Engi
     engine.run(engine.decode())
     head = engine.request(prompt(210, 1000))
     behind = engine.request(prompt(120))
-    for _ in range(GATHER_STEPS + 2):
+    for _ in range(4):
         engine.run(engine.next_batch())
     assert engine.waiting_queue == [head, behind]
     assert match(engine, prompt(120)).best_match_node.device is not Residency.ABSENT

@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.prefill_batch import LEAD, MOST
 from hicache_ext.core.residency import Residency
+from hicache_ext.core.speeds import LAUNCH, Speeds
 from hicache_ext.core.tree import Node
 from hicache_ext.integration import early_loads
-from hicache_ext.integration.early_loads import GATHER_STEPS, EarlyLoads
+from hicache_ext.integration.early_loads import EarlyLoads
 from tests.core.fakes import Rig, make_rig
 
 SCOPE = PrefixScope()
 PAGE = 4
+RUNNING = 10
 
 
 def session(number: int, pages: int) -> np.ndarray:
@@ -25,11 +29,21 @@ def session(number: int, pages: int) -> np.ndarray:
 class Queue:
     """Requests that wait; every session starts on the host only."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sessions: int, pages: int, group: int) -> None:
-        monkeypatch.setattr(early_loads, "GROUP_BYTES", group)
-        self.rig: Rig = make_rig(page_size=PAGE, device_pages=sessions * pages + 8, host_pages=200)
+    def __init__(self, sessions: int, pages: int) -> None:
+        """``pages`` of a session, each a millisecond of the bus."""
+        self.now = 0.0
+        costs = CostModel(token=1e-3, depth=0.0)
+        speeds = Speeds(costs, load_bandwidth=1e6, clock=lambda: self.now)
+        room = sessions * pages
+        self.rig: Rig = make_rig(
+            page_size=PAGE,
+            device_pages=2 * room + 8,
+            host_pages=2 * room,
+            speeds=speeds,
+            page_bytes=1000,
+        )
         cache = self.rig.cache
-        self.early = EarlyLoads(cache, cache.device.available(), page_bytes=1)
+        self.early = EarlyLoads(cache, speeds, cache.device.available())
         for number in range(sessions):
             tokens = session(number, pages)
             slots = cache.device.alloc(len(tokens))
@@ -37,14 +51,15 @@ class Queue:
             cache.insert(SCOPE, tokens, slots)
         cache.flush_backups()
         self.end_copies()
-        cache.evict(sessions * pages * PAGE)
+        cache.evict(room * PAGE)
         self.waiting: list[str] = []
         self.pages = pages
 
     def arrive(self, number: int) -> str:
         rid = f"r{number}"
-        self.rig.cache.want(rid, SCOPE, session(number, self.pages))
-        self.early.queued(rid)
+        tokens = session(number, self.pages)
+        self.rig.cache.want(rid, SCOPE, tokens)
+        self.early.queued(rid, len(tokens) + 1)
         self.waiting.append(rid)
         return rid
 
@@ -52,44 +67,91 @@ class Queue:
         self.waiting.remove(rid)
         self.rig.cache.unwant(rid)
 
-    def step(self, *, busy: bool = True, decoding: bool = False) -> None:
+    def step(self, *, running: int = RUNNING, seconds: float = 0.0) -> None:
+        self.now += seconds
         self.rig.cache.tick()
-        self.early.step(set(self.waiting), busy=busy, decoding=decoding)
+        self.early.step(self.waiting, running)
 
-    def end_copies(self) -> None:
-        self.rig.cache.drain()
+    def held(self) -> list[str]:
+        return [rid for rid in self.waiting if self.early.holds(rid)]
+
+    def loaded(self) -> list[str]:
+        return [rid for rid in self.waiting if self.early.tokens(rid)]
+
+    def end_copies(self, count: int | None = None) -> None:
+        if count is None:
+            self.rig.cache.drain()
+        else:
+            for _ in range(count):
+                self.rig.transfers.run_load(0)
         self.rig.cache.tick()
 
     def node(self, number: int) -> Node:
         return self.rig.cache.match(SCOPE, session(number, self.pages)).host_node
 
 
-def test_nothing_is_held_back_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(monkeypatch, sessions=2, pages=3, group=100)
+def pages(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def test_nothing_is_held_back_while_nothing_runs() -> None:
+    queue = Queue(sessions=2, pages=3)
     rid = queue.arrive(0)
-    queue.step(busy=False)
+    queue.step(running=0)
     assert not queue.early.holds(rid) and queue.node(0).device is Residency.ABSENT
 
 
-def test_a_group_is_held_until_it_has_landed_and_the_next_one_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue = Queue(monkeypatch, sessions=3, pages=3, group=6)
+def test_requests_are_held_until_they_have_nearly_landed_and_the_next_are_on_their_way() -> None:
+    queue = Queue(sessions=3, pages=pages(MOST) // 2)
     first, second, third = (queue.arrive(number) for number in range(3))
     queue.step()
-    assert [queue.early.tokens(rid) for rid in (first, second, third)] == [3 * PAGE, 3 * PAGE, 0]
-    assert all(queue.early.holds(rid) for rid in (first, second, third))
+    assert queue.loaded() == [first, second] and queue.held() == [first, second, third]
     queue.end_copies()
-    queue.step()
-    assert not queue.early.holds(first) and not queue.early.holds(second)
-    assert queue.early.holds(third) and queue.early.tokens(third) == 3 * PAGE
+    queue.step(seconds=1.0)
     assert queue.node(0).device is Residency.READY
+    assert queue.loaded() == [first, second, third] and queue.held() == [third]
 
 
-def test_what_has_landed_stays_until_its_request_has_left_the_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue = Queue(monkeypatch, sessions=1, pages=3, group=100)
+def test_a_batch_goes_before_the_last_of_its_loads_has_landed() -> None:
+    queue = Queue(sessions=2, pages=pages(LEAD))
+    queue.arrive(0)
+    last = queue.arrive(1)
+    queue.step(seconds=1.0)
+    assert last in queue.held()
+    queue.end_copies(1)
+    queue.step(seconds=1.0)
+    assert queue.held() == [] and queue.node(1).device is Residency.PENDING
+
+
+def test_a_request_waits_for_others_that_may_come_but_not_for_long() -> None:
+    queue = Queue(sessions=2, pages=3)
+    rid = queue.arrive(0)
+    queue.step()
+    queue.end_copies()
+    queue.step(seconds=LAUNCH / 2)
+    assert queue.held() == [rid]
+    queue.step(seconds=LAUNCH)
+    assert queue.held() == []
+
+
+def test_nobody_waits_where_nothing_is_loaded() -> None:
+    queue = Queue(sessions=1, pages=3)
+    queue.arrive(7)
+    queue.step()
+    assert queue.held() == [] and queue.loaded() == []
+
+
+def test_what_waits_behind_the_first_many_does_not_overtake_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_loads, "LOOK_AHEAD", 2)
+    queue = Queue(sessions=4, pages=pages(MOST))
+    for number in range(4):
+        queue.arrive(number)
+    queue.step()
+    assert len(queue.loaded()) == 1 and queue.held() == queue.waiting
+
+
+def test_what_has_landed_stays_until_its_request_has_left_the_queue() -> None:
+    queue = Queue(sessions=1, pages=3)
     rid = queue.arrive(0)
     queue.step()
     queue.end_copies()
@@ -102,23 +164,31 @@ def test_what_has_landed_stays_until_its_request_has_left_the_queue(
     cache.check()
 
 
-def test_a_small_group_gathers_while_there_is_only_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(monkeypatch, sessions=1, pages=3, group=100)
-    rid = queue.arrive(0)
-    for _ in range(GATHER_STEPS):
-        queue.step(decoding=True)
-        assert queue.early.holds(rid) and not queue.early.tokens(rid)
-    queue.step(decoding=True)
-    assert queue.early.tokens(rid) == 3 * PAGE
+def test_kind_waiting_for_a_load_never_ends() -> None:
+    """However many come, each one is let in after a few steps, and in the order of the queue."""
+    queue = Queue(sessions=40, pages=10)
+    admitted: list[str] = []
+    came = 0
+    for _ in range(60):
+        if came < 40:
+            queue.arrive(came)
+            came += 1
+        queue.step(seconds=0.006)
+        queue.end_copies(min(1, len(queue.rig.transfers.load_jobs)))
+        free = [rid for rid in queue.waiting if not queue.early.holds(rid)]
+        for rid in free:
+            queue.leave(rid)
+        admitted += free
+    assert admitted == [f"r{number}" for number in range(40)]
 
 
-def test_random_queues_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_queues_leave_nothing_behind() -> None:
     rng = random.Random(3)
-    queue = Queue(monkeypatch, sessions=6, pages=4, group=8)
+    queue = Queue(sessions=6, pages=8)
     for number in range(400):
         if len(queue.waiting) < 4 and f"r{number % 6}" not in queue.waiting:
             queue.arrive(number % 6)
-        queue.step(busy=rng.random() < 0.8, decoding=rng.random() < 0.5)
+        queue.step(running=rng.choice([0, 1, RUNNING]), seconds=rng.random() / 100)
         if rng.random() < 0.4:
             queue.end_copies()
         for rid in [rid for rid in queue.waiting if not queue.early.holds(rid) and rng.random() < 0.5]:
@@ -127,21 +197,7 @@ def test_random_queues_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
             queue.rig.cache.evict(8 * PAGE)
         queue.rig.cache.check()
     queue.waiting.clear()
-    queue.step(busy=False)
+    queue.step(running=0)
     queue.end_copies()
     queue.rig.cache.check()
     assert queue.rig.cache.tree.protected_tokens == 0 and not len(queue.rig.cache.tickets)
-
-
-def test_a_second_group_is_on_its_way_before_the_first_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(monkeypatch, sessions=6, pages=2, group=4)
-    rids = [queue.arrive(number) for number in range(6)]
-    queue.step()
-    queue.step()
-    queue.step()
-    started = [rid for rid in rids if queue.early.tokens(rid)]
-    assert started == rids[:4] and all(queue.early.holds(rid) for rid in rids)
-    queue.end_copies()
-    queue.step()
-    assert not any(queue.early.holds(rid) for rid in rids[:4])
-    assert all(queue.early.tokens(rid) for rid in rids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,10 @@ def sealed_by_numpy(
     return torch.from_numpy(out)
 
 
+def note(landed: list[tuple[range, int]], layers: range, pages: int) -> None:
+    landed.append((layers, pages))
+
+
 @pytest.mark.parametrize("order", [IN_RUNS, SCATTERED], ids=["runs", "scattered"])
 @pytest.mark.parametrize(("components", "page_size", "groups"), SHAPES, ids=NAMES)
 def test_backup_and_load(
@@ -121,12 +127,19 @@ def test_backup_and_load(
         for layers in kv.kv.buffers:
             for buffer in layers:
                 buffer[target] = 0
-        landed: list[int] = []
+        landed: list[tuple[range, int]] = []
         headers = load.headers(host, order)
         assert headers[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
         where = copy_triton.device_pages(kv, target)
-        load(where, host, order, headers, sealed, flags, landed.extend, by_layer=by_layer)
-        assert landed == list(range(layout.layers))
+        tell = partial(note, landed)
+        load(where, host, order, headers, sealed, flags, tell, by_layer=by_layer)
+        counts = [pages for _, pages in landed]
+        if by_layer or order is SCATTERED:
+            assert [layer for layers, _ in landed for layer in layers] == list(range(layout.layers))
+            assert set(counts) == {PAGES}
+        else:
+            assert {layers for layers, _ in landed} == {range(layout.layers)}
+            assert counts == sorted(set(counts)) and counts[-1] == PAGES and len(counts) > 1
         assert not flags.any()
         for layers, old in zip(kv.kv.buffers, saved, strict=True):
             assert all(torch.equal(b[target], o) for b, o in zip(layers, old, strict=True))
@@ -150,7 +163,7 @@ def test_bad_pages_are_zeros(by_layer: bool, scattered: bool, monkeypatch: pytes
     load = StagedLoad(kv, (2, 1))
     headers = load.headers(host, IN_RUNS)
     where = copy_triton.device_pages(kv, target)
-    load(where, host, IN_RUNS, headers, checks, flags, lambda layers: None, by_layer=by_layer)
+    load(where, host, IN_RUNS, headers, checks, flags, lambda layers, pages: None, by_layer=by_layer)
     assert flags.tolist() == [0, 0, 1, 1, 0]
     for index, (layers, old) in enumerate(zip(kv.kv.buffers, saved, strict=True)):
         for layer, (buffer, want) in enumerate(zip(layers, old, strict=True)):

@@ -243,6 +243,26 @@ def test_waiting_for_a_load_waits_for_its_verdict_and_not_for_later_loads() -> N
     assert engine.loads.done() == 3 and engine.loads.first_failure(2) is None
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
+def test_loads_of_one_copy_land_one_after_another_if_nobody_waits_by_layer(
+    by_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "STAGING_BYTES", 1)
+    _, _, engine, _ = backed_up(16)
+    pages = [np.array([number]) for number in range(3)]
+    jobs = [LoadJob(n + 1, p, [slots_of(p + 20, 16)], labels_of(p)) for n, p in enumerate(pages)]
+    engine.load(jobs, by_layer=by_layer)
+    ends = {id(load.events[-1]) for load in engine._loads}
+    assert all(len(load.events) == engine.kv.layout.layers for load in engine._loads)
+    # The other backends take more than a page at a time.
+    if isinstance(engine._backend, backends.TorchBackend):
+        assert len(ends) == (1 if by_layer else 3)
+    elif by_layer:
+        assert len(ends) == 1
+    engine.drain()
+    assert engine.loads.done() == 3 and len(engine.take_load_times()) == 1
+
+
 def test_kind_scheduler_stalls_a_copy_is_queued_while_the_model_runs() -> None:
     """Neither direction waits for the forward pass, whose work may take seconds."""
     kv = pool(16, torch.bfloat16)

@@ -91,6 +91,7 @@ class HicacheExtCache(BasePrefixCache):
         self._adapters = Adapters()
         self._flush_asked = False
         self._worked = False
+        self._scheduler: Any = None
         self._queue = Queue(cache, speeds, order_by_cost)
         self._prefills, self._loads = PrefillClock(speeds), LoadClock(speeds, engine)
         self._check_every = settings.check_every
@@ -226,6 +227,8 @@ class HicacheExtCache(BasePrefixCache):
     def on_batch_result(self, scheduler: Any, batch: Any) -> None:
         """A batch's result is about to be processed: nothing computed from unverified pages may pass."""
         self._worked = True
+        self._scheduler = scheduler
+        self._start_copies()
         self._queue.computed(self._prefills.result(batch))
         self.cache.settle_loads(batch.hicache_consumer_index)
         if self.cache.tree.condemned:
@@ -297,13 +300,23 @@ class HicacheExtCache(BasePrefixCache):
         self._loads.step()
         self.cache.tick()
         self.recompute.settle(between_steps=True)
-        self.cache.flush_backups()
+        if not self._result_outstanding():
+            self._start_copies()
         self.cache.flush_writes()
         if self._check_every and self.cache.stats.ticks % self._check_every == 0:
             self.cache.check()
         if self._metrics is not None:
             self._metrics.tick_seconds += time.perf_counter() - start
             self._metrics.publish()
+
+    def _result_outstanding(self) -> bool:
+        """Whether the result of a batch will be processed in this step, after the next one was launched."""
+        return bool(getattr(self._scheduler, "result_queue", ()))
+
+    def _start_copies(self) -> None:
+        """Takes a millisecond or more, so best when the scheduler has launched a batch and is about to wait
+        for the one before."""
+        self.cache.flush_backups()
 
     def flush_pending_backups(self) -> None:
         self.recompute.settle(between_steps=False)

@@ -66,7 +66,6 @@ class HicacheExtCache0517(HicacheExtCache):
         super().__init__(params, cache, engine, *args, **kwargs)
         self._keep_finished = not params.disable_finished_insert
         self._early = EarlyLoads(cache, self.speeds, self.token_to_kv_pool_allocator.size)
-        self._scheduler: Any = None
         self._idle_steps = 0
         self._matched: dict[str, Any] = {}
         self._load_needed = -1
@@ -140,6 +139,10 @@ class HicacheExtCache0517(HicacheExtCache):
                 for rid in self._loaded_ahead():
                     self._early.forget(rid)
 
+    def _start_copies(self) -> None:
+        super()._start_copies()
+        self._early.start()
+
     def evict(self, params: EvictParams) -> EvictResult:
         freed = super().evict(params).num_tokens_evicted
         # A request that runs is given room without a look at locks: where there is none, it or SGLang ends.
@@ -155,10 +158,6 @@ class HicacheExtCache0517(HicacheExtCache):
         """Queued requests that hold pages on the device, who is served first first."""
         queue = () if self._scheduler is None else self._scheduler.waiting_queue
         return [req.rid for req in queue if self._early.tokens(req.rid)]
-
-    def on_batch_result(self, scheduler: Any, batch: Any) -> None:
-        self._scheduler = scheduler
-        super().on_batch_result(scheduler, batch)
 
     def reset(self) -> None:
         super().reset()

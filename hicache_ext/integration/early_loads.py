@@ -23,6 +23,8 @@ from hicache_ext.core.tree import Node
 
 LOOK_AHEAD = 128
 """Queued requests; those behind are not loaded ahead, and not admitted before any of these."""
+AT_ONCE = 4
+"""Loads that are started at a time, at most: each takes the scheduler a millisecond or two."""
 SPARE_SHARE = 8
 """An eighth of the device pool is left to what is about to be computed."""
 
@@ -58,6 +60,8 @@ class EarlyLoads:
         self._queued: dict[str, _Queued] = {}
         self._ahead: dict[str, _Ahead] = {}
         self._loads: deque[_Load] = deque()
+        self._next: list[str] = []
+        """Who has something to load, and room for it, in order."""
         self._let: set[str] | None = None
         """The queued requests that may be admitted; None: all."""
 
@@ -76,6 +80,7 @@ class EarlyLoads:
         """The tree is gone, and with it all locks."""
         self._ahead.clear()
         self._loads.clear()
+        self._next.clear()
         self._let = None
 
     def holds(self, rid: str) -> bool:
@@ -96,50 +101,64 @@ class EarlyLoads:
             self._loads.popleft()
         for rid in self._queued.keys() - set(queue):
             self.forget(rid)
-        self._let = None
+        self._let, self._next = None, []
         if not running:
             return
         waiting = [rid for rid in queue[:LOOK_AHEAD] if rid in self._queued and not self._cache.waits(rid)]
-        later = self._load(waiting)
-        if self._loads or any(rid in self._ahead for rid in waiting):
-            self._hold(waiting, later, running)
+        self._next = self._loadable(waiting)
+        if self._next or any(rid in self._ahead for rid in waiting):
+            self._hold(waiting, running)
+        if waiting and self._let != set():
+            # A prefill batch keeps the scheduler busy: the bus should have something to do meanwhile.
+            self.start()
 
-    def _load(self, waiting: Sequence[str]) -> list[str]:
-        """Load ahead; returns the requests whose load has its turn when others have landed."""
+    def start(self) -> None:
+        """Start loads that have their turn. Best called when the next batch has been launched: the scheduler
+        waits then anyway."""
+        cache, started = self._cache, 0
+        while self._next and started < AT_ONCE and sum(load.seconds for load in self._loads) < MOST:
+            rid = self._next[0]
+            if tokens := self._missing(rid):
+                node = cache.tree.waiting[rid]
+                if tokens > self._room() or not cache.load(node, wait=False):
+                    break
+                cache.lock(node)
+                seconds = self._seconds(tokens)
+                self._ahead[rid] = _Ahead(node, tokens, seconds)
+                self._loads.append(_Load(cache.pending_load(node), seconds))
+                started += 1
+            self._next.pop(0)
+        if started:
+            cache.start_loads(by_layer=False)
+
+    def _loadable(self, waiting: Sequence[str]) -> list[str]:
+        """Who has something to load for which there is room, in order."""
+        room = self._room()
+        found = []
+        for rid in waiting:
+            if tokens := self._missing(rid):
+                room -= tokens
+                if room < 0:
+                    break
+                found.append(rid)
+        return found
+
+    def _room(self) -> int:
         cache = self._cache
-        later: list[str] = []
-        for number, rid in enumerate(waiting):
-            tokens = self._missing(rid)
-            if not tokens:
-                continue
-            free = cache.device.available() + cache.tree.evictable_tokens - self._spare
-            if tokens > free:
-                break
-            if sum(load.seconds for load in self._loads) >= MOST:
-                later = [rid for rid in waiting[number:] if self._missing(rid)]
-                break
-            node = cache.tree.waiting[rid]
-            if not cache.load(node, wait=False):
-                break
-            cache.lock(node)
-            seconds = self._seconds(tokens)
-            self._ahead[rid] = _Ahead(node, tokens, seconds)
-            self._loads.append(_Load(cache.pending_load(node), seconds))
-        cache.start_loads(by_layer=False)
-        return later
+        return cache.device.available() + cache.tree.evictable_tokens - self._spare
 
-    def _hold(self, waiting: Sequence[str], later: Sequence[str], running: int) -> None:
+    def _hold(self, waiting: Sequence[str], running: int) -> None:
         """Decide who may be admitted while loads are on their way."""
         rates, tree = self._speeds.agreed, self._cache.tree
         last = sum(load.seconds for load in self._loads)
         coming: list[tuple[float, str, Candidate]] = []
         ready: list[Candidate] = []
-        behind = set(later)
+        later = set(self._next)
         for rid in waiting:
             node = tree.waiting.get(rid, tree.root)
             ahead = self._ahead.get(rid)
             load = 0.0 if ahead is None else ahead.seconds
-            if rid in behind:
+            if rid in later:
                 load = self._seconds(self._missing(rid))
                 lands = last = last + load
             else:

@@ -14,7 +14,7 @@ from hicache_ext.core.residency import Residency
 from hicache_ext.core.speeds import LAUNCH, Speeds
 from hicache_ext.core.tree import Node
 from hicache_ext.integration import early_loads
-from hicache_ext.integration.early_loads import EarlyLoads
+from hicache_ext.integration.early_loads import AT_ONCE, EarlyLoads
 from tests.core.fakes import Rig, make_rig
 
 SCOPE = PrefixScope()
@@ -71,6 +71,7 @@ class Queue:
         self.now += seconds
         self.rig.cache.tick()
         self.early.step(self.waiting, running)
+        self.early.start()
 
     def held(self) -> list[str]:
         return [rid for rid in self.waiting if self.early.holds(rid)]
@@ -148,6 +149,36 @@ def test_what_waits_behind_the_first_many_does_not_overtake_them(monkeypatch: py
         queue.arrive(number)
     queue.step()
     assert len(queue.loaded()) == 1 and queue.held() == queue.waiting
+
+
+def test_loads_wait_until_the_next_batch_has_been_launched_unless_it_is_a_prefill() -> None:
+    queue = Queue(sessions=3, pages=pages(MOST))
+    queue.arrive(0)
+    queue.rig.cache.tick()
+    queue.early.step(queue.waiting, RUNNING)
+    assert queue.loaded() == [] and queue.held() == ["r0"]
+    queue.early.start()
+    assert queue.loaded() == ["r0"]
+    queue.end_copies()
+    queue.now += 1.0
+    queue.rig.cache.tick()
+    queue.arrive(1)
+    for number in range(2, 12):
+        # They have nothing to load, so who is ready is not worth holding back.
+        queue.early.queued(f"r{number}", 1)
+        queue.waiting.append(f"r{number}")
+    queue.early.step(queue.waiting, 1)
+    assert queue.held() == ["r1"] and queue.loaded() == ["r0", "r1"]
+
+
+def test_a_few_loads_are_started_at_a_time() -> None:
+    queue = Queue(sessions=AT_ONCE + 1, pages=1)
+    for number in range(AT_ONCE + 1):
+        queue.arrive(number)
+    queue.step()
+    assert len(queue.loaded()) == AT_ONCE
+    queue.step()
+    assert len(queue.loaded()) == AT_ONCE + 1
 
 
 def test_what_has_landed_stays_until_its_request_has_left_the_queue() -> None:

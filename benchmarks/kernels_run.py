@@ -361,12 +361,10 @@ def staged(pool: Pool, case: Case) -> Made:
         assert load.stream is not None
         load.stream.wait_stream(stream())
         where = copy_triton.device_pages(kv, pool.target)
-        headers = load.headers(pool.host, pool.host_pages)
         load(
             where,
             pool.host,
             pool.host_pages,
-            headers,
             pool.sealed,
             pool.flags,
             lambda layers, pages: None,

@@ -215,8 +215,8 @@ class StagedLoad:
         self.stream = self._ring.copies
         """Where the copies run, None on the CPU: they start at once, unless it waits for something."""
 
-    def headers(self, host: torch.Tensor, pages: np.ndarray) -> torch.Tensor:
-        """Headers of rows ``pages`` up to their last checksum, uint8 ``[n, groups, bytes]`` on the device."""
+    def _headers(self, host: torch.Tensor, pages: np.ndarray) -> torch.Tensor:
+        """Headers of rows ``pages`` up to their last checksum, int64 ``[n, groups, words]`` on the device."""
         layout = self._kv.layout
         shape = (len(pages), layout.groups, tables.header_words(layout))
         found = torch.empty(shape, dtype=torch.int64, device=self._kv.kv.device)
@@ -225,14 +225,13 @@ class StagedLoad:
             kernels.headers(self._kv, host, index, found, DIRECT_TO_DEVICE)
         else:
             copy_engine.read_headers(layout, host, pages, found)
-        return found.view(torch.uint8)
+        return found
 
     def __call__(
         self,
         slots: DevicePages,
         host: torch.Tensor,
         pages: np.ndarray,
-        headers: torch.Tensor,
         checks: torch.Tensor | None,
         flags: torch.Tensor,
         landed: Callable[[range, int], None],
@@ -242,7 +241,6 @@ class StagedLoad:
         """Copy rows ``pages`` of ``host``, uint8 ``[rows, page_bytes]``, pinned, to the engine's pages.
 
         Args:
-            headers: what ``headers`` returned for ``pages``.
             checks, flags: see ``scatter``.
             landed: called after the work of some layers of the first pages is queued, to record an event in
                 the current stream.
@@ -252,12 +250,12 @@ class StagedLoad:
         every = range(layout.layers)
         strips = self.strips if by_layer else [every]
         if _is_scattered(layout, pages, max(map(len, strips))):
-            copy = scatter(self._kv, host, upload(pages, headers.device), slots, checks, flags)
+            copy = scatter(self._kv, host, upload(pages, slots.slots.device), slots, checks, flags)
             for some in _parts(layout.layers, DIRECT_LAYERS):
                 copy(range(some.start, some.stop))
                 landed(range(some.start, some.stop), len(pages))
             return
-        words = headers.view(torch.int64)
+        headers = self._headers(host, pages) if by_layer else None
         for layers in strips:
             width = 8 * tables.layer_row_words(layout, len(layers)) if by_layer else layout.page_bytes
             for part in _parts(len(pages), self._size // width):
@@ -269,8 +267,8 @@ class StagedLoad:
                         copy_engine.read_pages(host, pages[part], self._rows(buffer, part))
 
                 def drain(buffer: torch.Tensor, part: slice = part, layers: range = layers) -> None:
-                    if by_layer:
-                        rows = tables.layer_rows(layout, buffer, len(layers), layers.start, words[part])
+                    if headers is not None:
+                        rows = tables.layer_rows(layout, buffer, len(layers), layers.start, headers[part])
                     else:
                         rows = tables.page_rows(layout, self._rows(buffer, part))
                     mine, here = slots[part], self._index[: part.stop - part.start]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hicache_ext.core.header import FIXED, Labels, fixed_parts
+from hicache_ext.core.header import FIXED, Labels, fixed_parts, sealed_pages
 from hicache_ext.transfer import copy_triton
 from hicache_ext.transfer.backends import RING_BYTES, Alter, Landed, headers_on, recorded, write_fixed
 from hicache_ext.transfer.device_kv import DeviceKV
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.seal import Seal, upload
-from hicache_ext.triton_kernels import kernels, tables
+from hicache_ext.triton_kernels import tables
 
 
 class StagedBackend:
@@ -45,11 +45,9 @@ class StagedBackend:
     def to_device(
         self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
-        headers = self._load.headers(self.host.buffer, pages)
-        checks = checks_of(headers, self.seal, labels)
-        flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
+        checks, flags = checks_of(self.host.buffer, pages, self.seal, labels)
         index = copy_triton.device_pages(self._kv, slots)
-        self._load(index, self.host.buffer, pages, headers, checks, flags, landed, by_layer=by_layer)
+        self._load(index, self.host.buffer, pages, checks, flags, landed, by_layer=by_layer)
         return [flags]
 
 
@@ -83,24 +81,30 @@ class DirectBackend:
     def to_device(
         self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, landed: Landed, by_layer: bool = True
     ) -> list[torch.Tensor]:
-        layout = self._kv.layout
+        layers = self._kv.layout.layers
         rows = upload(pages, slots.device)
-        shape = (len(pages), layout.groups, tables.header_words(layout))
-        headers = torch.empty(shape, dtype=torch.int64, device=slots.device)
-        kernels.headers(self._kv, self.host.buffer, rows, headers, copy_triton.DIRECT_TO_DEVICE)
-        checks = checks_of(headers.view(torch.uint8), self.seal, labels)
-        flags = torch.zeros(len(pages), dtype=torch.int32, pin_memory=True)
+        checks, flags = checks_of(self.host.buffer, pages, self.seal, labels)
         index = copy_triton.device_pages(self._kv, slots)
         copy = copy_triton.scatter(self._kv, self.host.buffer, rows, index, checks, flags)
-        for first in range(0, layout.layers, copy_triton.DIRECT_LAYERS):
-            some = range(first, min(first + copy_triton.DIRECT_LAYERS, layout.layers))
+        for first in range(0, layers, copy_triton.DIRECT_LAYERS):
+            some = range(first, min(first + copy_triton.DIRECT_LAYERS, layers))
             copy(some)
             landed(some, len(pages))
         return [flags]
 
 
-def checks_of(headers: torch.Tensor, seal: Seal, labels: Labels) -> torch.Tensor:
-    """What the kernels are to do with each page, uint8 ``[n]``; ``headers``: uint8 ``[n, groups, bytes]``."""
-    fixed, sealed = headers_on(headers.device, seal, labels)
-    sound = (headers[:, :, : FIXED.itemsize] == fixed).flatten(1).all(1)
-    return torch.where(sound, sealed.to(torch.uint8) * tables.SEALED, tables.REFUSED).to(torch.uint8)
+def checks_of(
+    host: torch.Tensor, pages: np.ndarray, seal: Seal, labels: Labels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels are to do with each page, uint8 ``[n]``, and zeros for what they find, int32 ``[n]``.
+
+    Both lie in the same pinned memory, which kernels reach: keep one of them until they have run.
+    """
+    objects = host.numpy().reshape(len(host), seal.layout.groups, -1)
+    fixed = fixed_parts(labels, seal.layout.geometry, seal.integrity)
+    sound = (objects[pages, :, : FIXED.itemsize] == fixed).all((1, 2))
+    board = torch.zeros((2, len(pages)), dtype=torch.int32, pin_memory=host.is_pinned())
+    checks = board[1].view(torch.uint8)[: len(pages)]
+    sealed = sealed_pages(labels, seal.integrity)
+    checks.numpy()[:] = np.where(sound, np.where(sealed, tables.SEALED, tables.PLAIN), tables.REFUSED)
+    return checks, board[0]

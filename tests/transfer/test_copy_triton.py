@@ -128,11 +128,11 @@ def test_backup_and_load(
             for buffer in layers:
                 buffer[target] = 0
         landed: list[tuple[range, int]] = []
-        headers = load.headers(host, order)
+        headers = load._headers(host, order).view(torch.uint8)
         assert headers[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
         where = copy_triton.device_pages(kv, target)
         tell = partial(note, landed)
-        load(where, host, order, headers, sealed, flags, tell, by_layer=by_layer)
+        load(where, host, order, sealed, flags, tell, by_layer=by_layer)
         counts = [pages for _, pages in landed]
         if by_layer or order is SCATTERED:
             assert [layer for layers, _ in landed for layer in layers] == list(range(layout.layers))
@@ -161,9 +161,8 @@ def test_bad_pages_are_zeros(by_layer: bool, scattered: bool, monkeypatch: pytes
     flags = torch.zeros(PAGES, dtype=torch.int32, device=DEVICE)
     saved = [[b[slots].clone() for b in layers] for layers in kv.kv.buffers]
     load = StagedLoad(kv, (2, 1))
-    headers = load.headers(host, IN_RUNS)
     where = copy_triton.device_pages(kv, target)
-    load(where, host, IN_RUNS, headers, checks, flags, lambda layers, pages: None, by_layer=by_layer)
+    load(where, host, IN_RUNS, checks, flags, lambda layers, pages: None, by_layer=by_layer)
     assert flags.tolist() == [0, 0, 1, 1, 0]
     for index, (layers, old) in enumerate(zip(kv.kv.buffers, saved, strict=True)):
         for layer, (buffer, want) in enumerate(zip(layers, old, strict=True)):

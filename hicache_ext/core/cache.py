@@ -579,19 +579,21 @@ class TieredCache:
         host: once the host has room for it, or the device needs its room, it is copied down, whatever else
         must leave the host. Where there is no room at all, the continuation goes."""
         waiting, self.tree.uncovered = self.tree.uncovered, []
+        nodes: list[Node] = []
         for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
             sound = node.doubt is Doubt.NONE
             if sound and not force and self._crowded(node) and self._at_ease(waiting[number:]):
                 self.tree.uncovered += waiting[number:]
-                return
+                break
             if sound:
-                self._submit_backup(self._reserve_host(node, admit=True))
+                nodes += self._reserve_host(node, admit=True)
             if node.host is ABSENT:
                 for member in reversed(list(self.tree.subtree(node))[1:]):
                     if member.host is READY:
                         self._drop_host(member)
+        self._submit_backup(nodes)
 
     def _at_ease(self, waiting: list[Node]) -> bool:
         """Whether the device could free enough for what may come, without ``waiting``."""

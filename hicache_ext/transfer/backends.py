@@ -35,6 +35,9 @@ in ascending order; at last of all layers of all pages."""
 
 
 class CopyBackend(Protocol):
+    bus: torch.cuda.Stream | None
+    """Where bytes cross the bus to the device; None: in the stream in which ``to_device`` is called."""
+
     def to_host(
         self, slots: torch.Tensor, pages: np.ndarray, labels: Labels, alter: Alter | None
     ) -> torch.cuda.Event:
@@ -82,6 +85,8 @@ def make_backend(name: CopyBackendName, kv: DeviceKV, host: HostPagePool, seal: 
 
 class TorchBackend:
     """Plain indexing into a staging buffer on the device, and one copy for each run of host pages."""
+
+    bus: torch.cuda.Stream | None = None
 
     def __init__(self, kv: DeviceKV, host: HostPagePool, seal: Seal) -> None:
         self.kv = kv
@@ -138,10 +143,10 @@ class TorchBackend:
         return torch.zeros(shape, dtype=torch.uint8, device=self.kv.device)
 
 
-def recorded(*, timed: bool = False) -> torch.cuda.Event:
-    """An event in the current stream; between two that are timed, the time can be asked for."""
+def recorded(stream: torch.cuda.Stream | None = None, *, timed: bool = False) -> torch.cuda.Event:
+    """An event in ``stream``, or in the current one; two that are timed tell the time between them."""
     event = torch.cuda.Event(enable_timing=timed)
-    event.record()
+    event.record(stream)
     return event
 
 

@@ -254,6 +254,8 @@ class StagedLoad:
             for some in _parts(layout.layers, DIRECT_LAYERS):
                 copy(range(some.start, some.stop))
                 landed(range(some.start, some.stop), len(pages))
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             return
         headers = self._headers(host, pages) if by_layer else None
         for layers in strips:

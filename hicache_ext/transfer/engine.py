@@ -225,7 +225,10 @@ class ThreadEngine:
 
 @dataclass
 class _Copy:
-    """One call of a backend: ``verdicts`` as it returned them, None if it raised. Both events are timed."""
+    """One call of a backend: ``verdicts`` as it returned them, None if it raised.
+
+    ``begun`` and ``ended`` are timed: its first byte may cross the bus, its last one has.
+    """
 
     begun: torch.cuda.Event
     ended: torch.cuda.Event
@@ -302,7 +305,7 @@ class StreamEngine:
         stops = np.cumsum([len(job.pages) for job in jobs]).tolist()
         layers = self.kv.layout.layers
         with torch.cuda.stream(self._to_device):
-            begun = recorded(timed=True)
+            begun = recorded(self._backend.bus, timed=True)
             copy = _Copy(begun, begun, len(pages) * self.kv.layout.page_bytes)
             loads = [
                 _Load(job, copy, stop - len(job.pages), []) for job, stop in zip(jobs, stops, strict=True)
@@ -323,7 +326,7 @@ class StreamEngine:
                 logger.exception("hicache-ext: a load of %d pages failed", len(pages))
                 for load in loads:
                     load.events.extend([recorded()] * (layers - len(load.events)))
-            copy.ended = recorded(timed=True)
+            copy.ended = recorded(self._backend.bus, timed=True)
         for load in loads:
             self.signal.add(load.job.seq, load.events)
         self._loads.extend(loads)
@@ -352,6 +355,8 @@ class StreamEngine:
     def drain(self) -> None:
         for _, ended in self._backups:
             ended.synchronize()
+        for load in self._loads:
+            load.events[-1].synchronize()
         for copy in self._copies:
             copy.ended.synchronize()
         self.poll()

@@ -25,6 +25,7 @@ class StagedBackend:
         size = min(RING_BYTES, torch.cuda.get_device_properties(kv.device).total_memory >> 9)
         self._backup = copy_triton.StagedBackup(self._kv, (3, size))
         self._load = copy_triton.StagedLoad(self._kv, (2, size))
+        self.bus = self._load.stream
         copy_triton.warm_up(self._kv)
 
     def to_host(
@@ -53,6 +54,8 @@ class StagedBackend:
 
 class DirectBackend:
     """A few blocks read and write pinned host memory themselves."""
+
+    bus: torch.cuda.Stream | None = None
 
     def __init__(self, kv: DeviceKV, host: HostPagePool, seal: Seal) -> None:
         self.host = host

@@ -1,0 +1,26 @@
+"""Which products are computed at start."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hicache_ext.integration import warm_up
+
+
+def test_every_shape_of_weight_is_multiplied_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(warm_up, "ROWS", (8, 16, 4096))
+    monkeypatch.setattr(warm_up, "MOST_BYTES", 16 * 12 * 4)
+    monkeypatch.setattr(
+        warm_up, "linear", lambda x, weight: made.append((len(x), weight.shape[1], weight.shape[0]))
+    )
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 12), torch.nn.Linear(12, 4), torch.nn.Linear(4, 12), torch.nn.Embedding(1000, 4)
+    )
+    model.append(torch.nn.Linear(3, 3).to(torch.float16))
+    warm_up.load_matmul_kernels(model, torch.float32)
+    assert made == [(8, 4, 12), (16, 4, 12), (8, 12, 4), (16, 12, 4)]

@@ -114,7 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--exactness",
         action="store_true",
-        help="also compare answers on device hits and on host hits bit by bit (hicache-ext)",
+        help="also compare answers on device hits with those on host hits, and on store hits if --ext-flags "
+        "name a store, bit by bit (hicache-ext)",
     )
     group = parser.add_argument_group("results")
     group.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
@@ -196,7 +197,8 @@ def measure(
                 progress.update(task, description=f"{name}: exactness")
                 # A full host may rather keep what it has.
                 _flush(url)
-                exactness = asdict(asyncio.run(check_exactness(url, load, options.pool)))
+                found = asyncio.run(check_exactness(url, load, tiers_above(options, model)))
+                exactness = {tier: asdict(one) for tier, one in found.items()}
     return {
         "name": name,
         "flags": flags,
@@ -206,6 +208,18 @@ def measure(
         "metrics": metrics,
         "records": records,
     }
+
+
+def tiers_above(options: argparse.Namespace, model: Path) -> dict[str, int]:
+    """Tokens that all tiers above the host, and above a store if there is one, hold together."""
+    above = {"host": options.pool}
+    if "--hicache-ext-remote" in options.ext_flags:
+        config = json.loads((model / "config.json").read_text())
+        heads = config.get("num_key_value_heads", config["num_attention_heads"])
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        token_bytes = 2 * 2 * config["num_hidden_layers"] * heads * size
+        above["store"] = options.pool + int(options.host_gb * 1e9 / token_bytes)
+    return above
 
 
 def _flush(url: str) -> None:
@@ -339,10 +353,11 @@ def report(
             line += f"; {same} of {both} equal those of {base['name']} to the same prompts"
         console.print(line)
         if (exact := result["exactness"]) is not None:
-            console.print(
-                f"{result['name']}: device hit against host hit, {exact['prompts']} prompts: "
-                f"{exact['equal_ids']} with equal tokens, {exact['equal_logprobs']} with equal logprobs"
-            )
+            for tier, one in exact.items():
+                console.print(
+                    f"{result['name']}: device hit against {tier} hit, {one['prompts']} prompts: "
+                    f"{one['equal_ids']} with equal tokens, {one['equal_logprobs']} with equal logprobs"
+                )
     if options.plot is not None:
         plot(options.plot, results)
 

@@ -12,7 +12,7 @@ import heapq
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.multiturn_client import ServerError, client_error, one_line, sse_data
 from benchmarks.multiturn_stats import Record
 
+WRITTEN_S = 5.0
 FIRST_ID = 3
 """Token ids below are special in the models that are served."""
 
@@ -223,24 +224,24 @@ def _fill(record: Record, answer: Answer, zero: float) -> None:
 
 @dataclass(frozen=True)
 class Exactness:
-    """How many prompts were answered bit for bit alike on a hit of the device and on one of the host.
+    """How many prompts were answered bit for bit alike on a hit of the device and on one of a lower tier.
 
-    ``prompts`` are those that had such hits of equal length; ``host`` tokens came from the host.
+    ``prompts`` are those that had such hits of equal length; ``tokens`` came from that tier.
     """
 
     prompts: int
     equal_ids: int
     equal_logprobs: int
-    host: int
+    tokens: int
 
 
 async def check_exactness(
-    base_url: str, load: Load, device_tokens: int, prompts: int = 4, length: int = 4000
-) -> Exactness:
-    """Compare answers on device hits with answers on host hits of the same length.
+    base_url: str, load: Load, above: Mapping[str, int], prompts: int = 4, length: int = 4000
+) -> dict[str, Exactness]:
+    """Compare answers on device hits with answers on hits of the same length in other tiers.
 
-    One request at a time: batches of another composition may round differently. Between the two, other
-    prompts push everything out of the device pool of ``device_tokens``.
+    One request at a time: batches of another composition may round differently. Before each tier of ``above``
+    ("host", "store"), other prompts push everything out of the tiers above it, which hold so many tokens.
 
     Raises:
         ServerError: a request failed.
@@ -259,17 +260,25 @@ async def check_exactness(
         for prompt in asked:
             await ask(prompt, 1, False)
         from_device = [await ask(prompt, load.output, True) for prompt in asked]
-        for _ in range(-(-5 * device_tokens // (4 * length))):
-            await ask(draw(length), 1, False)
-        from_host = [await ask(prompt, load.output, True) for prompt in asked]
+        found: dict[str, Exactness] = {}
+        for tier, tokens in above.items():
+            # Stores are written to in the background.
+            await asyncio.sleep(WRITTEN_S if tier == "store" else 0)
+            for _ in range(-(-5 * tokens // (4 * length))):
+                await ask(draw(length), 1, False)
+            found[tier] = _compare(tier, from_device, [await ask(p, load.output, True) for p in asked])
+    return found
+
+
+def _compare(tier: str, from_device: Sequence[Answer], from_tier: Sequence[Answer]) -> Exactness:
     pairs = [
         (one, other)
-        for one, other in zip(from_device, from_host, strict=True)
-        if one.cached == other.cached and other.host > one.host == 0
+        for one, other in zip(from_device, from_tier, strict=True)
+        if one.cached == other.cached and getattr(other, tier) > getattr(one, tier) == 0
     ]
     return Exactness(
         prompts=len(pairs),
         equal_ids=sum(a.ids == b.ids for a, b in pairs),
         equal_logprobs=sum(a.logprobs == b.logprobs for a, b in pairs),
-        host=sum(b.host for b in from_host),
+        tokens=sum(getattr(answer, tier) for answer in from_tier),
     )

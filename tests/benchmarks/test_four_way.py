@@ -86,9 +86,18 @@ def test_a_failed_request_ends_its_session() -> None:
 def test_exactness_counts_only_hits_of_the_host() -> None:
     async def run() -> int:
         async with fake_server([]) as url:
-            return (await check_exactness(url, LOAD, device_tokens=100, prompts=2, length=20)).prompts
+            return (await check_exactness(url, LOAD, {"host": 100}, prompts=2, length=20))["host"].prompts
 
     assert asyncio.run(run()) == 0
+
+
+def test_what_is_above_a_store_is_the_device_and_the_host(tmp_path: Path) -> None:
+    four_way.random_model(tmp_path, "8b")
+    argv = ["--pool", "1024", "--host-gb", "1.31072"]
+    assert four_way.tiers_above(four_way.build_parser().parse_args(argv), tmp_path) == {"host": 1024}
+    argv += ["--ext-flags=--hicache-ext-remote mooncake://a:1"]
+    above = four_way.tiers_above(four_way.build_parser().parse_args(argv), tmp_path)
+    assert above == {"host": 1024, "store": 1024 + 10_000}
 
 
 def test_the_servers_differ_in_their_caches_only(tmp_path: Path) -> None:

@@ -339,15 +339,12 @@ class TieredCache:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
         freed = 0
         runs: list[Slots] = []
-        copies: list[Node] = []
         while freed < tokens:
             victims = self._victims(tokens - freed)
             if not victims and self.tree.uncovered:
                 self._cover(force=True)
                 continue
             if not victims:
-                self._submit_backup(copies)
-                copies = []
                 if not self.tickets.open[Kind.BACKUP]:
                     break
                 # What is left is locked by copies in flight, or by requests; only the former will end.
@@ -359,11 +356,10 @@ class TieredCache:
             for victim in victims:
                 if self._waits_for_room(victim):
                     # If it gets a copy now, it leaves when that has ended.
-                    copies += self._reserve_host(victim)
-                if victim.device_locks == 0 and victim.host is not PENDING:
+                    self._submit_backup(self._reserve_host(victim))
+                if victim.device_locks == 0:
                     freed += len(victim)
                     runs.append(self._drop_device(victim))
-        self._submit_backup(copies)
         if runs:
             self.device.free(*runs)
         return freed

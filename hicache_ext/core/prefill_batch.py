@@ -10,7 +10,7 @@ Requests that come one by one would otherwise be computed one by one, with every
 of the time. So a batch also waits for those that may come, as long as that has cost little; it is the
 acknowledgment problem of TCP (Dooly, Goldman, Scott: On-line analysis of the TCP acknowledgment delay
 problem), where a batch goes once waiting has cost as much as the batch does. Here a part of that is waited,
-and never longer than one batch's launches.
+and never longer than ``GATHER``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ LEAD = 0.018
 attention waits for the load."""
 MOST = 0.06
 """Seconds of loads in a batch. It bounds how long anyone is held back."""
+GATHER = 0.03
+"""Seconds that a request waits at most for others that may come."""
 GATHER_SHARE = 0.25
 """Of what a batch costs the others, that its requests together may wait for more to come."""
 LOOK_AHEAD = 32
@@ -82,7 +84,7 @@ def admit_now(
         return None
     waited = [one.waited for one in (*ready, *coming[: best.count])]
     idle = max(rates.launch - best.compute, 0.0)
-    if sum(waited) < GATHER_SHARE * idle * running and max(waited) < rates.launch:
+    if sum(waited) < GATHER_SHARE * idle * running and max(waited) < GATHER:
         return None
     return best.count
 

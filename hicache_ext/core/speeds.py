@@ -30,7 +30,10 @@ MEASURED_TOKENS = 256
 """A pass of fewer tokens is mostly fixed cost, and says little about what a token costs."""
 
 LAUNCH = 0.02
-"""Seconds of a pass of few tokens, until one has been measured."""
+"""Seconds of a pass of few tokens, until some have been measured."""
+LAUNCHES = 32
+LAUNCH_QUANTILE = 1 / 10
+"""Of so many passes, whatever they compute: the shortest ones are those of few tokens."""
 
 PREFILL_QUANTILE = 1 / 3
 """Passes are measured too long more often than too short, and a prefill thought too dear means a wait."""
@@ -83,7 +86,7 @@ class Rates:
 class Track:
     """A positive number: the weighted quantile of its recent observations. Not thread-safe."""
 
-    def __init__(self, prior: float, quantile: float, *, keep_prior: bool) -> None:
+    def __init__(self, prior: float, quantile: float, *, keep_prior: bool, kept: int = KEPT) -> None:
         """``keep_prior``: the prior was measured, so it counts like one observation until others replace it;
         otherwise it is a guess, and goes with the first observation."""
         self.value = prior
@@ -92,7 +95,7 @@ class Track:
         """When it was observed last."""
         self._prior = prior if keep_prior else None
         self._quantile = quantile
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=kept)
 
     def add(self, value: float, weight: float, now: float) -> None:
         """``weight`` is the size of what was measured: large transfers say more about a rate."""
@@ -155,7 +158,7 @@ class Speeds:
         self.costs = costs
         self._lock = threading.Lock()
         self._prefill = Track(1.0, PREFILL_QUANTILE, keep_prior=True)
-        self._launch = Track(LAUNCH, PREFILL_QUANTILE, keep_prior=True)
+        self._launch = Track(LAUNCH, LAUNCH_QUANTILE, keep_prior=True, kept=LAUNCHES)
         self._load = Track(load_bandwidth, RATE_QUANTILE, keep_prior=True)
         self._stores = {name: _StoreTrack(prior) for name, prior in stores.items()}
         self.clock, self._start = clock, clock()
@@ -182,9 +185,8 @@ class Speeds:
         few = sum(tokens for _, tokens in parts) < passes * MEASURED_TOKENS
         expected = sum(self.costs.recompute(start, tokens) for start, tokens in parts)
         with self._lock:
-            if few:
-                self._launch.add(seconds / passes, 1.0, now)
-            else:
+            self._launch.add(seconds / passes, 1.0, now)
+            if not few:
                 self._prefill.add(seconds / expected, expected, now)
             self._measured = self._rates()
 

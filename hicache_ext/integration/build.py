@@ -25,7 +25,7 @@ from hicache_ext.integration.release import adapter_class, data_parallel, parall
 from hicache_ext.integration.settings import Settings, SettingsError
 from hicache_ext.integration.sizing import host_pages
 from hicache_ext.integration.speeds import Stores, agreed_speeds, load_bandwidth, prefill_costs
-from hicache_ext.integration.warm_up import load_matmul_kernels
+from hicache_ext.integration.warm_up import ROWS, load_matmul_kernels
 from hicache_ext.remote.engine import scratch_pages
 from hicache_ext.remote.open import open_remote
 from hicache_ext.remote.planning import STORE
@@ -118,7 +118,9 @@ def _build(ctx: Any, settings: Settings) -> Any:
     versions = WeightVersions(namespace, getattr(ctx.server_args, SERVER_ID_ATTRIBUTE))
     names = [STORE] if settings.remote else []
     if on_gpu:
-        load_matmul_kernels(ctx.tp_worker.model_runner.model, ctx.tp_worker.model_runner.dtype)
+        runner, chunk = ctx.tp_worker.model_runner, ctx.server_args.chunked_prefill_size
+        with torch.cuda.stream(forward_stream):
+            load_matmul_kernels(runner.model, runner.dtype, chunk if chunk and chunk > 0 else max(ROWS))
     speeds = agreed_speeds(prefill_costs(ctx), bandwidth, kv.layout, names, reduce)
     logger.info(
         "hicache-ext: a token takes at least %.1f us to compute and about %.2f us to load from the host",

@@ -25,8 +25,8 @@ LOOK_AHEAD = 128
 """Queued requests; those behind are not loaded ahead, and not admitted before any of these."""
 AT_ONCE = 4
 """Loads that are started at a time, at most: each takes the scheduler a millisecond or two."""
-SPARE_SHARE = 8
-"""An eighth of the device pool is left to what is about to be computed."""
+SPARE_SHARE = 32
+"""Of the device pool is left to what runs, beside the room that queued requests will compute in."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class _Ahead:
     node: Node
     tokens: int
     seconds: float
+    room: int
+    """Tokens that it will compute."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,12 @@ class EarlyLoads:
             rid = self._next[0]
             if tokens := self._missing(rid):
                 node = cache.tree.waiting[rid]
-                if tokens > self._room() or not cache.load(node, wait=False):
+                room = self._computes(rid)
+                if tokens + room > self._room() or not cache.load(node, wait=False):
                     break
                 cache.lock(node)
                 seconds = self._seconds(tokens)
-                self._ahead[rid] = _Ahead(node, tokens, seconds)
+                self._ahead[rid] = _Ahead(node, tokens, seconds, room)
                 self._loads.append(_Load(cache.pending_load(node), seconds))
                 started += 1
             self._next.pop(0)
@@ -137,15 +140,23 @@ class EarlyLoads:
         found = []
         for rid in waiting:
             if tokens := self._missing(rid):
-                room -= tokens
+                room -= tokens + self._computes(rid)
                 if room < 0:
                     break
                 found.append(rid)
         return found
 
     def _room(self) -> int:
+        """Tokens of the device pool that loads may take."""
         cache = self._cache
-        return cache.device.available() + cache.tree.evictable_tokens - self._spare
+        taken = self._spare + sum(ahead.room for ahead in self._ahead.values())
+        return cache.device.available() + cache.tree.evictable_tokens - taken
+
+    def _computes(self, rid: str) -> int:
+        """Tokens that a queued request will compute, as far as its pages can be loaded."""
+        tree = self._cache.tree
+        node = tree.waiting.get(rid, tree.root)
+        return max(self._queued[rid].tokens - node.start - len(node), 1)
 
     def _hold(self, waiting: Sequence[str], running: int) -> None:
         """Decide who may be admitted while loads are on their way."""
@@ -163,9 +174,8 @@ class EarlyLoads:
                 lands = last = last + load
             else:
                 lands = self._lands(node)
-            queued, known = self._queued[rid], node.start + len(node)
-            waited = rates.clock - queued.since
-            one = Candidate(known, max(queued.tokens - known, 1), load, lands, waited)
+            waited = rates.clock - self._queued[rid].since
+            one = Candidate(node.start + len(node), self._computes(rid), load, lands, waited)
             if lands:
                 coming.append((lands, rid, one))
             else:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext.core.policy.costs import CostModel
-from hicache_ext.core.speeds import KEPT, STALE, Speeds, StoreRate, fit_costs
+from hicache_ext.core.speeds import KEPT, LAUNCH, STALE, Speeds, StoreRate, fit_costs
 
 COSTS = CostModel(token=1e-4, depth=1e-9)
 
@@ -56,6 +56,17 @@ def test_one_stalled_transfer_in_a_few_changes_nothing() -> None:
         s.observed_fetch("store", 1 << 24, 1e-3 + (1 << 24) / (1e6 if stalled else 2e9), now=i)
     assert s.measured.load_bandwidth == pytest.approx(4e9)
     assert s.measured.stores["store"].bandwidth == pytest.approx(2e9)
+
+
+def test_the_least_that_a_pass_takes_is_that_of_the_shortest_ones() -> None:
+    s = speeds()
+    s.observed_prefill(0, 1, 60.0, now=0)
+    assert s.measured.launch == LAUNCH, "a first request that compiles"
+    for now in range(1, 11):
+        s.observed_pass([(0, 10), (500, 20)], 0.08, now / 10, passes=2)
+        s.observed_prefill(0, 4000, 0.5, now / 10)
+    assert s.measured.launch == pytest.approx(0.04) and s.measured.prefill_scale > 1
+    assert s.measured.recompute(0, 0) == 0
 
 
 def test_a_change_is_followed_within_five_observations_and_within_two_after_a_pause() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.costs import CostModel
-from hicache_ext.core.prefill_batch import LEAD, MOST
+from hicache_ext.core.prefill_batch import GATHER, LEAD, MOST
 from hicache_ext.core.residency import Residency
-from hicache_ext.core.speeds import LAUNCH, Speeds
+from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tree import Node
 from hicache_ext.integration import early_loads
 from hicache_ext.integration.early_loads import AT_ONCE, EarlyLoads
@@ -129,9 +129,9 @@ def test_a_request_waits_for_others_that_may_come_but_not_for_long() -> None:
     rid = queue.arrive(0)
     queue.step()
     queue.end_copies()
-    queue.step(seconds=LAUNCH / 2)
+    queue.step(seconds=GATHER / 2)
     assert queue.held() == [rid]
-    queue.step(seconds=LAUNCH)
+    queue.step(seconds=GATHER)
     assert queue.held() == []
 
 

@@ -13,7 +13,7 @@ from hicache_ext.integration import warm_up
 
 def test_every_shape_of_weight_is_multiplied_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(warm_up, "ROWS", (8, 16, 4096))
+    monkeypatch.setattr(warm_up, "ROWS", (8, 16, 24, 4096))
     monkeypatch.setattr(warm_up, "MOST_BYTES", 16 * 12 * 4)
     monkeypatch.setattr(
         warm_up, "linear", lambda x, weight: made.append((len(x), weight.shape[1], weight.shape[0]))
@@ -22,5 +22,5 @@ def test_every_shape_of_weight_is_multiplied_once_a_length(monkeypatch: pytest.M
         torch.nn.Linear(4, 12), torch.nn.Linear(12, 4), torch.nn.Linear(4, 12), torch.nn.Embedding(1000, 4)
     )
     model.append(torch.nn.Linear(3, 3).to(torch.float16))
-    warm_up.load_matmul_kernels(model, torch.float32)
-    assert made == [(8, 4, 12), (16, 4, 12), (8, 12, 4), (16, 12, 4)]
+    warm_up.load_matmul_kernels(model, torch.float32, 24)
+    assert made == [(8, 4, 12), (16, 4, 12), (8, 12, 4), (16, 12, 4), (24, 12, 4)]

@@ -21,7 +21,7 @@ from hicache_ext.core.residency import Residency
 from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tree import Node
 
-LOOK_AHEAD = 128
+LOOK_AHEAD = 64
 """Queued requests; those behind are not loaded ahead, and not admitted before any of these."""
 AT_ONCE = 4
 """Loads that are started at a time, at most: each takes the scheduler a millisecond or two."""

@@ -887,7 +887,7 @@ def test_what_came_while_detached_is_written_afterwards() -> None:
 
 @pytest.mark.parametrize("change", ["other weights", "other epoch", "flush", "flushed by another"])
 def test_kind_stale_after_weight_update_while_detached(change: str) -> None:
-    """Attached again, a store is asked for pages of the present weights and epoch only, and gets no others."""
+    """Attached again, a store is asked for pages of the present weights and epoch, and gets no others."""
     shared = stocked(pages(1, 2))
     rig = server(shared)
     to_host(rig, pages(5, 6))

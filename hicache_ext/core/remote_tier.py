@@ -266,7 +266,7 @@ class RemoteTier:
         healthy, known, epoch = agreed[:_STATE].tolist()
         found, arrived, settled, written = agreed[_STATE:].reshape(4, LANES).tolist()
         self._healthy = bool(healthy)
-        self.usable = bool(healthy and known) and self.attached and -epoch == self.epoch
+        self.usable = bool(healthy and known) and -epoch == self.epoch
         for seq, value in self._arrivals_applied.due(arrived):
             self._apply_arrival(seq, value)
         for seq, _ in self._settled_applied.due(settled, lambda seq: seq in self._unsettled):

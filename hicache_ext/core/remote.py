@@ -120,6 +120,11 @@ class Remote(Protocol):
         local epoch, which follows a flush, a shared one is claimed and marked first; see ``core.epochs``."""
         ...
 
+    def attach(self, attached: bool) -> None:
+        """Whether the stores are used from now on, as they are at first. If not, it is not ``healthy``, and
+        jobs end as in an outage; but epochs are followed."""
+        ...
+
     def learned(self) -> int | None:
         """The highest shared epoch of the namespace in use that is known; None until then."""
         ...

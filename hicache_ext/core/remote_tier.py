@@ -144,6 +144,8 @@ class RemoteTier:
         self.stats = TierStats()
         self.usable = False
         """As all ranks agreed: a store is likely to answer, and the epoch is known."""
+        self.attached = True
+        """Whether the stores are to be used; see ``detach``."""
         self.epoch = 0
         self._tree = tree
         self._tickets = tickets
@@ -283,6 +285,23 @@ class RemoteTier:
             self._abandon(fetch)
         self._arrived.clear()
         self.remote.use(self._tree.namespace, epoch)
+
+    def detach(self) -> None:
+        """Use the stores no more, until ``attach``: nobody waits for them from now on, and writes under way
+        end soon. All ranks call it in the same step.
+
+        What reaches the host meanwhile is written afterwards, as after an outage.
+        """
+        self.attached = self.usable = False
+        for fetch in list(self._lookups.values()):
+            self._abandon(fetch)
+        self.remote.attach(False)
+
+    def attach(self) -> None:
+        """Use the stores again, once they are healthy and know the present epoch. All ranks call it in the
+        same step."""
+        self.attached = True
+        self.remote.attach(True)
 
     def reset(self, epoch: int) -> np.ndarray:
         """The tree is about to be cleared; returns the host pages that stores may still touch."""

@@ -2,7 +2,8 @@
 
 SGLang calls these methods from the scheduler thread only. Which call happens when is told in SGLang's
 ``BasePrefixCache``; the calls it does not know (``on_request_queued``, ``order_queue``, ``fetch_ended``,
-``on_batch_result``, ``on_control``, ``transfers_idle``) come from the patch series.
+``on_batch_result``, ``on_control``, ``attach_stores``, ``detach_stores``, ``transfers_idle``) come from the
+patch series.
 
 A request's pages belong to the era and the scope it was matched in (its *origin*): what it computed is
 published there or not at all.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput, DetachHiCacheStorageReqOutput
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -32,6 +34,7 @@ from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.residency import Doubt, Residency
 from hicache_ext.core.speeds import Speeds
 from hicache_ext.core.tree import Insertion, Node
+from hicache_ext.integration.attaching import attach, detach
 from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
@@ -327,6 +330,16 @@ class HicacheExtCache(BasePrefixCache):
         if len(self.cache.tickets):
             self.cache.drain()
         return True
+
+    # Stores
+
+    def attach_stores(self, request: Any) -> AttachHiCacheStorageReqOutput:
+        done, message = attach(self.cache, request)
+        return AttachHiCacheStorageReqOutput(success=done, message=message)
+
+    def detach_stores(self) -> DetachHiCacheStorageReqOutput:
+        done, message = detach(self.cache)
+        return DetachHiCacheStorageReqOutput(success=done, message=message)
 
     # Lifetime
 

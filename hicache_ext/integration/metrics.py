@@ -77,7 +77,8 @@ class Metrics:
             self._lookups = counter("store_lookups", "Prompts looked up in the stores.", "result")
             self._store_bytes = counter("store_bytes", "KV bytes moved to or from stores.", "direction")
             self._store_seconds = counter("store_seconds", "Time of threads in stores.", "work")
-            self._store_up = gauge("store_up", "Whether a store is in use.", "store")
+            self._attached = gauge("stores_attached", "Whether the stores are to be used.")
+            self._store_up = gauge("store_up", "Whether a store works.", "store")
             self._store_opened = counter("store_outages", "Times a store was taken out of use.", "store")
             self._store_held = gauge("store_held_rows", "Rows that a late transfer may touch.", "store")
             self._plans = counter("plans", "Fetches that were planned, by what became of them.", "result")
@@ -121,6 +122,7 @@ class Metrics:
         self._set(self._era, cache.era)
         self._set(self._epoch, cache.epoch)
         if self._stores is not None and cache.remote is not None:
+            self._set(self._attached, cache.remote.attached)
             self._publish_stores(self._stores, cache.remote.stats)
         if (faults := self._engine.faults) is not None:
             for kind in FaultKind:

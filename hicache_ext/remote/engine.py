@@ -88,6 +88,7 @@ class RemoteEngine:
         self.lookups, self.arrivals, self.settled, self.written = (ResultQueue() for _ in range(4))
         self._guarded = [place.store for place in places]
         self._closed = False
+        self._attached = True
         try:
             self._stack = StackedStore(
                 self._guarded,
@@ -154,12 +155,15 @@ class RemoteEngine:
     def use(self, namespace: bytes, epoch: int) -> None:
         self._epochs.use(namespace, epoch)
 
+    def attach(self, attached: bool) -> None:
+        self._attached = attached
+
     def learned(self) -> int | None:
         return self._epochs.learned()
 
     def healthy(self) -> bool:
         up = any(store.breaker.state is not State.OPEN for store in self._guarded)
-        return up and self._epochs.learned() is not None
+        return self._attached and up and self._epochs.learned() is not None
 
     def stats(self) -> RemoteStats:
         return self._stats.copy()
@@ -182,9 +186,12 @@ class RemoteEngine:
         _side_by_side([self._stack.close], _CLOSE_S)
 
     def _probe(self, namespace: bytes, epoch: int) -> None:
-        self._trials.probe(namespace, epoch)
+        if self._attached:
+            self._trials.probe(namespace, epoch)
 
     def _in_use(self) -> tuple[tuple[int, int], ...]:
+        if not self._attached:
+            return ()
         return tuple(
             (index, store.breaker.opened)
             for index, store in enumerate(self._guarded)

@@ -36,7 +36,7 @@ class Trials:
     def start(self, plan: FetchPlan, labels: Labels) -> None:
         """Fetch the pages of a plan, as far as there is room; ends the plan."""
         pages = self._pages[: len(labels)]
-        if not len(pages) or not self._free.acquire(blocking=False):
+        if not len(pages) or not self._context.ready() or not self._free.acquire(blocking=False):
             self._context.planner.withdrawn(plan, time.monotonic())
             return
         job = self._pool.submit(partial(self._run, plan, pages, labels[: len(pages)]))
@@ -89,7 +89,7 @@ class Trials:
             while done < len(pages) and time.monotonic() < plan.deadline:
                 stop = min(done + max(1, plan.window), len(pages))
                 done += self._measure(plan, pages[done:stop], labels[done:stop])
-                if done < stop:
+                if done < stop or not context.ready():
                     break
                 context.planner.arrived(plan, done, time.monotonic())
             context.stats.count(trial_pages=done)

@@ -142,7 +142,7 @@ class Writes:
     def _give_way(self) -> None:
         """Rest, then wait for fetches to end, but not for ever."""
         while (left := self._ended + self._took * self._rest() - time.monotonic()) > 0:
-            if self._closed.wait(min(left, _REST_S)):
+            if self._closed.wait(min(left, _REST_S)) or not self._context.ready():
                 return
         end = time.monotonic() + _PATIENCE_S
         while self._fetches.active and time.monotonic() < end and not self._closed.is_set():

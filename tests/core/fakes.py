@@ -207,12 +207,13 @@ class FakeRemote:
         self.open: dict[int, list[bytes]] = {}
         self.cancelled: set[int] = set()
         self.turns: list[int] = []
-        self.up = True
+        self.up = self.attached = True
         self.version: tuple[bytes, int] | None = None
         self.known: int | None = None
         self.owned: Callable[[], set[int]] = set
 
     def lookup(self, seq: int, query: Query) -> None:
+        assert self.attached
         self.open[seq] = []
         self.lookup_jobs.append((seq, query))
 
@@ -221,6 +222,7 @@ class FakeRemote:
 
     def fetch(self, seq: int, lookup: int, pages: np.ndarray, labels: Labels) -> None:
         assert lookup in self.open and lookup not in self.cancelled and len(pages) == len(labels) > 0
+        assert self.attached
         self.fetch_jobs.append(FetchJob(seq, lookup, pages, labels))
 
     def turn_came(self, lookup: int) -> None:
@@ -236,6 +238,7 @@ class FakeRemote:
         assert all(j.lookup != lookup or j.arrived is not None for j in self.fetch_jobs)
 
     def write(self, seq: int, pages: np.ndarray, labels: Labels) -> None:
+        assert self.attached
         before = [self.transfers.headers[p] for p in pages.tolist()]
         self.write_jobs.append(WriteJob(seq, pages, labels, before))
 
@@ -251,7 +254,10 @@ class FakeRemote:
         return self.known
 
     def healthy(self) -> bool:
-        return self.up
+        return self.up and self.attached
+
+    def attach(self, attached: bool) -> None:
+        self.attached = attached
 
     def close(self) -> None:
         pass
@@ -292,7 +298,7 @@ class FakeRemote:
         stored = 0
         for page, header in zip(job.pages.tolist(), headers_of(job.labels), strict=True):
             sealed = self.transfers.headers[page]
-            if self.up:
+            if self.up and self.attached:
                 stored += 1
                 if sealed is not None and sealed[:3] == header:
                     key = (header[1], header[2], header[0])

@@ -57,6 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
     refusals_seen = 0
     updates_seen = 0
     fetched_seen = 0
+    detached_seen = 0
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -278,6 +279,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rig.stores is not None)
     @rule()
+    def stores_are_detached_or_attached(self) -> None:
+        tier = self.rig.cache.remote
+        assert tier is not None
+        if not tier.attached:
+            tier.attach()
+        elif self.rng.random() < 0.1:
+            type(self).detached_seen += 1
+            tier.detach()
+            assert not any(self.rig.cache.waits(rid) for rid in self.queued)
+
+    @precondition(lambda self: self.rig.stores is not None)
+    @rule()
     def another_server_flushes(self) -> None:
         if self.rng.random() < 0.05:
             tree = self.rig.cache.tree
@@ -355,6 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
 def test_random_lives_keep_every_invariant(lives: int) -> None:
     CacheMachine.steps_taken = CacheMachine.loads_seen = 0
     CacheMachine.refusals_seen = CacheMachine.updates_seen = CacheMachine.fetched_seen = 0
+    CacheMachine.detached_seen = 0
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
@@ -374,3 +388,4 @@ def test_random_lives_keep_every_invariant(lives: int) -> None:
         assert CacheMachine.fetched_seen >= lives // 2, "the walk hardly ever fetches from the store"
         assert CacheMachine.refusals_seen >= 10, "the walk hardly ever meets a damaged page"
         assert CacheMachine.updates_seen >= 10, "the weights hardly ever change"
+        assert CacheMachine.detached_seen >= 10, "the stores are hardly ever detached"

@@ -726,6 +726,11 @@ def _other_prompt(rig: Rig) -> None:
     rig.cache.want("b", SCOPE, pages(60, 61))
 
 
+def _detach_for_a_moment(rig: Rig) -> None:
+    tier(rig).detach()
+    tier(rig).attach()
+
+
 EVENTS: dict[str, Callable[[Rig], None]] = {
     "aborted": _abort,
     "aborted and asked again": _ask_again,
@@ -742,6 +747,8 @@ EVENTS: dict[str, Callable[[Rig], None]] = {
     "reset": lambda rig: _reset(rig, flush=False),
     "flush": lambda rig: _reset(rig, flush=True),
     "outage": _outage,
+    "detached": lambda rig: tier(rig).detach(),
+    "detached and attached": _detach_for_a_moment,
     "nothing": lambda rig: None,
 }
 
@@ -821,6 +828,116 @@ def test_kind_request_gone_state_stays_below_a_damaged_page() -> None:
     rig.cache.want("a", SCOPE, tokens)
     settle(rig)
     assert use(rig, tokens) == 6
+
+
+# Detached stores
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_nobody_waits_for_detached_stores(stage: str) -> None:
+    rig = server(stocked(LONG), window=2)
+    rig.cache.want("a", SCOPE, LONG)
+    STAGES[stage](rig)
+    tier(rig).detach()
+    assert not rig.cache.waits("a") and not rig.cache.fetching()
+    settle(rig)
+    found = cached(rig, LONG)
+    asked = tier(rig).stats.lookups
+    rig.cache.want("b", SCOPE, pages(70, 71))
+    assert not rig.cache.waits("b") and tier(rig).stats.lookups == asked
+    assert use(rig, LONG) == found, "what has arrived stays"
+    for rid in "ab":
+        rig.cache.unwant(rid)
+    assert_nothing_left(rig)
+
+
+def test_what_detached_stores_have_is_found_again() -> None:
+    rig = server(stocked(LONG))
+    tier(rig).detach()
+    tick(rig)
+    assert not tier(rig).usable
+    tier(rig).attach()
+    rig.cache.want("a", SCOPE, LONG)
+    assert not rig.cache.waits("a"), "ranks have not agreed that it works"
+    tick(rig)
+    rig.cache.want("a", SCOPE, LONG)
+    settle(rig)
+    assert use(rig, LONG) == len(LONG) // PAGE
+
+
+def test_what_came_while_detached_is_written_afterwards() -> None:
+    """Also what was being written: it counts for nothing, and no page stays locked."""
+    shared = SharedStore()
+    rig = server(shared, write_batch=1, write_limit=1)
+    put(rig, pages(1, 2))
+    flush(rig)
+    assert len(rig.remote.write_jobs) == 1
+    tier(rig).detach()
+    put(rig, pages(3))
+    settle(rig)
+    assert not shared.pages and tier(rig).stats.stored == 0
+    assert all(n.host_locks == 0 for n in rig.cache.tree.walk())
+    assert not rig.cache.pending()
+    tier(rig).attach()
+    tick(rig)
+    settle(rig)
+    assert len(shared.pages) == 3 and tier(rig).stats.stored == 3 * PAGE
+    assert_nothing_left(rig)
+
+
+@pytest.mark.parametrize("change", ["other weights", "other epoch", "flush", "flushed by another"])
+def test_kind_stale_after_weight_update_while_detached(change: str) -> None:
+    """Attached again, a store is asked for pages of the present weights and epoch, and gets no others."""
+    shared = stocked(pages(1, 2))
+    rig = server(shared)
+    to_host(rig, pages(5, 6))
+    settle(rig)
+    old = set(shared.pages)
+    put(rig, pages(7))
+    tier(rig).detach()
+    tick(rig)
+    put(rig, pages(8))
+    flush(rig)
+    EVENTS[change](rig)
+    for _ in range(3):
+        rig.remote.learn()
+        tick(rig)
+    for tokens in (pages(1, 2), pages(5, 6), pages(7), pages(8)):
+        assert cached(rig, tokens) == 0
+    tier(rig).attach()
+    tick(rig)
+    tick(rig)
+    rig.cache.want("a", SCOPE, pages(1, 2))
+    rig.cache.want("b", SCOPE, pages(5, 6))
+    assert rig.cache.waits("a") and rig.cache.waits("b")
+    settle(rig)
+    assert cached(rig, pages(1, 2)) == cached(rig, pages(5, 6)) == 0 and tier(rig).stats.found == 0
+    put(rig, pages(9))
+    settle(rig)
+    (new,) = set(shared.pages) - old
+    assert new[:2] == (rig.cache.tree.namespace, rig.cache.epoch) and new[:2] != (bytes(32), 0)
+
+
+def test_kind_stale_after_weight_update_attached_before_the_epoch_is_known() -> None:
+    """The flush could not be told to the stores yet, so they are not used."""
+    shared = stocked(pages(1, 2))
+    rig = server(shared)
+    rig.remote.up = False
+    tier(rig).detach()
+    _reset(rig, flush=True)
+    tier(rig).attach()
+    rig.remote.learn()
+    tick(rig)
+    rig.cache.want("a", SCOPE, pages(1, 2))
+    assert not rig.cache.waits("a") and not tier(rig).usable
+    rig.remote.up = True
+    for _ in range(2):
+        rig.remote.learn()
+        tick(rig)
+    assert tier(rig).usable and rig.cache.epoch == 2
+    rig.cache.want("a", SCOPE, pages(1, 2))
+    settle(rig)
+    assert cached(rig, pages(1, 2)) == 0
 
 
 # Pages that a store may still touch
@@ -1635,6 +1752,32 @@ def test_kind_rank_divergent_hits_health_and_epoch(ranks: Ranks) -> None:
     agree(ranks)
     assert ranks.same(lambda rig: (rig.cache.epoch, rig.remote.version)) == (4, (bytes(32), 4))
     assert ranks.same(lambda rig: tier(rig).usable) is False
+
+
+@pytest.mark.timeout(60)
+def test_kind_rank_divergent_hits_detached_on_all_ranks(ranks: Ranks) -> None:
+    """Ranks that are at different points of a fetch and a write let go of both together."""
+    known(ranks)
+    ranks.each(lambda rig: put(rig, pages(20, 21)).tolist())
+    ranks.each(flush)
+    ranks.each(lambda rig: rig.cache.want("a", SCOPE, LONG))
+    for rank in (0, 1):
+        ranks.rigs[rank].remote.run_lookup()
+    ranks.rigs[2].remote.run_write()
+    agree(ranks)
+    ranks.each(lambda rig: tier(rig).detach())
+    assert ranks.same(lambda rig: rig.cache.waits("a")) is False
+    for rank in (2, 1, 0):
+        ranks.rigs[rank].remote.run_all()
+        agree(ranks)
+    agree(ranks)
+    assert ranks.same(lambda rig: tier(rig).stats.stored) == 0
+    ranks.each(lambda rig: rig.cache.unwant("a"))
+    ranks.each(assert_nothing_left)
+    ranks.each(lambda rig: tier(rig).attach())
+    assert ranks.same(lambda rig: tier(rig).usable) is False
+    agree(ranks)
+    assert ranks.same(lambda rig: tier(rig).usable) is True
 
 
 @pytest.mark.timeout(60)

@@ -91,6 +91,8 @@ if STORES:
 metrics.publish()
 show("middle")
 rig.cache.stats.hit_host = 20
+if STORES:
+    rig.cache.remote.detach()
 counts.bytes_to_device = 700
 counts.refused[Reason.EPOCH] = 1
 metrics.publish()
@@ -186,6 +188,7 @@ STORES = {
     "store_seconds_total read": 1.5,
     "store_seconds_total write": 2.5,
     "store_seconds_total verify": 3.5,
+    "stores_attached": 1,
     "store_up disk /x": 1,
     "store_outages_total disk /x": 3,
     "store_held_rows disk /x": 2,
@@ -233,4 +236,5 @@ def test_injected_faults_are_told_where_there_are_any(tmp_path: Path) -> None:
 def test_stores_are_told_where_there_are_any(tmp_path: Path) -> None:
     shown = run(tmp_path, multi=True, stores=True)
     assert {n: shown["middle"][n] for n in STORES} == STORES
+    assert shown["end"]["stores_attached"] == 0 and shown["end"]["store_up disk /x"] == 1
     assert set(shown["start"]) == {*COUNTERS, *GAUGES, *STORES, "ticks_total"}

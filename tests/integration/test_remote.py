@@ -132,6 +132,85 @@ def test_a_flush_is_kept_by_the_store(server: Make) -> None:
     assert second.cache.cache.epoch == 2, "a server that starts later knows of it"
 
 
+def attach(engine: Engine, name: str = "hicache-ext", **more: str) -> io_struct.AttachHiCacheStorageReqOutput:
+    request = io_struct.AttachHiCacheStorageReqInput(hicache_storage_backend=name, **more)
+    return engine.cache.attach_stores(request)
+
+
+def test_detached_stores_give_nothing_and_get_nothing_until_they_are_attached(server: Make) -> None:
+    second = restarted(server)
+    waiting = second.request(prompt(43))
+    assert not second.cache.fetch_ended(waiting)
+    done = second.cache.detach_stores()
+    assert done.success and done.message == "the stores are detached"
+    assert second.cache.fetch_ended(waiting), "it waits for nothing any more"
+    second.forward(waiting, second.admit(waiting))
+    assert (waiting.prefix_len, waiting.storage_hit_length) == (0, 0)
+    second.release(waiting)
+    second.serve(prompt(40, start=200))
+    second.settle()
+    assert stored(second) == 0
+    again = second.cache.detach_stores()
+    assert again.success and again.message == "the stores were detached before"
+
+    assert attach(second).success
+    wait(second, lambda: stored(second) == 80)
+    assert attach(second).message == "the stores were attached before"
+    third = server()
+    for start in (0, 200):
+        req = third.request(prompt(43, start=start))
+        wait(third, lambda req=req: third.cache.fetch_ended(req))  # type: ignore[misc]
+        third.forward(req, third.admit(req))
+        assert req.storage_hit_length == 40
+        third.release(req)
+    third.settle()
+    third.assert_adds_up()
+
+
+def test_kind_stale_after_weight_update_while_the_stores_are_detached(server: Make) -> None:
+    second = restarted(server)
+    second.cache.detach_stores()
+    second.cache.on_control(
+        io_struct.UpdateWeightFromDiskReqInput(model_path="x", load_format=None, weight_version="v2")
+    )
+    attach(second)
+    wait(second, lambda: second.cache.cache.remote is not None and second.cache.cache.remote.usable)
+    req = second.request(prompt(43))
+    wait(second, lambda: second.cache.fetch_ended(req))
+    second.forward(req, second.admit(req))
+    assert req.prefix_len == 0
+    second.release(req)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("mooncake", {}),
+        ("file", {}),
+        ("", {}),
+        ("hicache-ext", {"hicache_storage_backend_extra_config_json": "{}"}),
+        ("hicache-ext", {"hicache_storage_prefetch_policy": "timeout"}),
+        ("hicache-ext", {"hicache_write_policy": "write_through"}),
+    ],
+)
+def test_only_the_stores_of_the_start_can_be_attached(server: Make, name: str, more: dict[str, str]) -> None:
+    engine = server()
+    engine.cache.detach_stores()
+    answer = attach(engine, name, **more)
+    assert not answer.success and "chosen at start, with --hicache-ext-remote" in answer.message
+    assert "\n" not in answer.message
+    tier = engine.cache.cache.remote
+    assert tier is not None and not tier.attached
+
+
+def test_a_server_without_stores_says_so() -> None:
+    engine = Engine(4)
+    for answer in (engine.cache.detach_stores(), attach(engine)):
+        assert not answer.success
+        assert answer.message == "this server has no stores; start it with --hicache-ext-remote"
+    engine.close()
+
+
 def test_without_a_store_no_request_waits() -> None:
     engine = Engine(4)
     req = engine.request(prompt(43))

@@ -14,6 +14,8 @@ with warnings.catch_warnings():
     # Some of what SGLang imports warns about itself.
     warnings.simplefilter("ignore")
     only_on("0.5.17")
+    from sglang.srt.managers import io_struct
+
     from tests.integration.engine_0_5_17 import Engine, prompt
     from tests.integration.engine_base import wait
 
@@ -68,6 +70,30 @@ def test_kind_written_but_never_read_back_a_prompt_survives_a_restart(server: Ma
     assert again.cached_tokens_device == 64 and stats.hit_store == 64
     wait(second, lambda: not second.cache.cache.pending())
     second.assert_idle()
+
+
+def test_detached_stores_give_nothing_until_they_are_attached(server: Make) -> None:
+    second = restarted(server)
+    req = second.request(prompt(80))
+    assert not second.cache.fetch_ended(req)
+    assert second.cache.detach_stores() == io_struct.DetachHiCacheStorageReqOutput(
+        success=True, message="the stores are detached"
+    )
+    assert second.cache.fetch_ended(req)
+    second.finish_all()
+    assert (req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage) == (0, 0, 0)
+    wait(second, lambda: not second.cache.cache.pending())
+    second.assert_idle()
+    request = io_struct.AttachHiCacheStorageReqInput(hicache_storage_backend="hicache-ext")
+    assert second.cache.attach_stores(request).success
+    tier = second.cache.cache.remote
+    assert tier is not None
+    wait(second, lambda: tier.stats.stored == 64)
+    third = server()
+    req = third.request(prompt(80))
+    wait(third, lambda: third.cache.fetch_ended(req))
+    third.finish_all()
+    assert req.cached_tokens_storage == 64
 
 
 def test_kind_request_gone_state_stays_an_abort_during_its_fetch(server: Make) -> None:

@@ -14,7 +14,15 @@ from tests.patches import test_sglang_0_5_23 as other
 VERSION = "0.5.17"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEDULER = "sglang/srt/managers/scheduler.py"
-OURS = ("on_request_queued", "on_control", "on_batch_result", "transfers_idle", "fetch_ended")
+OURS = (
+    "on_request_queued",
+    "on_control",
+    "on_batch_result",
+    "transfers_idle",
+    "fetch_ended",
+    "attach_stores",
+    "detach_stores",
+)
 
 SERIES = patching.load_series(VERSION, REPOSITORY / "patches")
 PATHS = [file.path for file in SERIES.files]

@@ -25,7 +25,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEDULER = "sglang/srt/managers/scheduler.py"
 BATCH = "sglang/srt/managers/schedule_batch.py"
 LINE_BUDGET = 150
-OURS = ("on_request_queued", "on_control", "on_batch_result", "transfers_idle")
+OURS = (
+    "on_request_queued",
+    "on_control",
+    "on_batch_result",
+    "transfers_idle",
+    "attach_stores",
+    "detach_stores",
+)
 """Methods of the cache that SGLang's own interface does not have."""
 
 SERIES = patching.load_series(VERSION, REPOSITORY / "patches")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext.core.epochs import MARK_GROUP
 from hicache_ext.core.header import Integrity, Labels
 from hicache_ext.core.planner import Planner, PlanSettings
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.remote import Query, Remote
 from hicache_ext.core.speeds import Speeds
-from hicache_ext.remote.engine import RemoteEngine
+from hicache_ext.remote.engine import RemoteEngine, RemoteSettings
 from hicache_ext.remote.planning import STORE
 from hicache_ext.stores.base import Key, Outcome, Rows
 from tests.remote.conftest import MakeRig
@@ -24,6 +26,7 @@ from tests.remote.rig import (
     PAGE,
     PARENT,
     EagerPlanner,
+    Planned,
     SharedMemoryStore,
     eventually,
     labels_of,
@@ -261,6 +264,112 @@ def test_nothing_is_asked_before_the_epoch_is_learned(rig_of: MakeRig) -> None:
     assert eventually(lambda: rig.engine.learned() == 0)
     assert rig.engine.healthy()
     rig.store(prompt(1))
+
+
+class Asked(Around):
+    """Knows which calls were about pages; marks of epochs are not."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedMemoryStore())
+        self.calls: list[str] = []
+
+    def _note(self, call: str, keys: Sequence[Key]) -> None:
+        if any(key.group != MARK_GROUP for key in keys):
+            self.calls.append(call)
+
+    def exists(self, keys: Sequence[Key], deadline: float) -> Outcome:
+        self._note("exists", keys)
+        return super().exists(keys, deadline)
+
+    def get(self, keys: Sequence[Key], rows: Rows, deadline: float) -> Outcome:
+        self._note("get", keys)
+        time.sleep(0.02)
+        return super().get(keys, rows, deadline)
+
+    def put(self, keys: Sequence[Key], rows: Rows, deadline: float, *, hot: bool = False) -> Outcome:
+        self._note("put", keys)
+        return super().put(keys, rows, deadline, hot=hot)
+
+
+def test_detached_stores_are_asked_for_no_page(rig_of: MakeRig) -> None:
+    store = Asked()
+    rig = rig_of(store)
+    labels = rig.store(prompt(1, 2, 3))
+    begun, pages = rig.found(prompt(1, 2, 3))
+    rig.engine.attach(False)
+    store.calls.clear()
+    assert not rig.engine.healthy()
+    window = rig.fetch(begun, [10, 11, 12], labels)
+    assert rig.engine.arrivals.results(window - 1, 1) == [0]
+    assert rig.engine.settled.results(window - 1, 1) == [0]
+    rig.engine.end(begun)
+    assert rig.found(prompt(1, 2, 3))[1] == 0
+    new = labels_of(prompt(7))
+    rig.compute(new, [5])
+    assert result(rig.engine.written, rig.write([5], new)) == 0
+    assert not store.calls
+    assert [plan.ended for plan in rig.planner.plans] == [-1], "the store is not to blame"
+
+    rig.engine.attach(True)
+    assert rig.engine.healthy()
+    seq, pages = rig.found(prompt(1, 2, 3))
+    assert pages == 3
+    assert result(rig.engine.arrivals, rig.fetch(seq, [10, 11, 12], labels)) == 3
+    assert rig.holds([10, 11, 12], labels)
+    assert rig.store(prompt(7)) is not None
+
+
+def test_epochs_are_followed_while_detached(rig_of: MakeRig) -> None:
+    """Those of others as well as a flush of this server's own."""
+    store = SharedMemoryStore()
+    rig, other = rig_of(store), rig_of(SharedMemoryStore(store))
+    rig.engine.attach(False)
+    other.engine.use(NAMESPACE, 1)
+    assert eventually(lambda: rig.engine.learned() == 2)
+    rig.engine.use(NAMESPACE, 3)
+    assert eventually(lambda: rig.engine.learned() == 4)
+    assert not rig.engine.healthy()
+    rig.engine.use(NAMESPACE, 4)
+    rig.engine.attach(True)
+    rig.store(prompt(1), epoch=4)
+    assert rig.found(prompt(1), epoch=4)[1] == 1
+
+
+def test_a_trial_ends_when_the_stores_are_detached(rig_of: MakeRig) -> None:
+    store, planner = Asked(), EagerPlanner(window=1)
+    rig = rig_of(store, planner=planner)
+    rig.store(prompt(1, 2, 3))
+    planner.wait = False
+    store.calls.clear()
+    rig.lookup(prompt(1, 2, 3))
+    assert eventually(lambda: "get" in store.calls)
+    rig.engine.attach(False)
+    assert eventually(lambda: planner.plans[-1].ended is not None)
+    assert store.calls == ["exists", "get"] and planner.plans[-1].ended == 1
+
+
+def test_no_trial_follows_a_lookup_that_the_detaching_overtook(rig_of: MakeRig) -> None:
+    class Detaching(EagerPlanner):
+        def plan_fetch(self, *args: Any, **options: Any) -> Planned:
+            rig.engine.attach(False)
+            return super().plan_fetch(*args, **options)
+
+    store, planner = Asked(), Detaching()
+    rig = rig_of(store, planner=planner)
+    rig.store(prompt(1, 2, 3))
+    planner.wait = False
+    rig.lookup(prompt(1, 2, 3))
+    assert eventually(lambda: bool(planner.plans) and planner.plans[-1].ended == -1)
+    assert "get" not in store.calls
+
+
+def test_stores_that_are_detached_before_their_first_use_are_not_measured(rig_of: MakeRig) -> None:
+    store = Asked()
+    rig = rig_of(store, settings=RemoteSettings(epoch_interval=0.02), learn=False)
+    rig.engine.attach(False)
+    rig.engine.use(NAMESPACE, 0)
+    assert eventually(lambda: rig.engine.store_states()[0].learned)
+    assert rig.engine.learned() == 0 and not store.calls
 
 
 def test_close_is_quick_and_may_be_repeated(rig_of: MakeRig) -> None:

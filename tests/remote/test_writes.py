@@ -40,6 +40,19 @@ def test_a_busy_writer_rests_for_its_share(rig_of: MakeRig) -> None:
         assert after - end >= 3 * (end - begin)
 
 
+def test_a_write_that_rests_ends_when_the_stores_are_detached(rig_of: MakeRig) -> None:
+    """The host pages must not stay locked for as long as it would have rested, here 20 s."""
+    store = Timed()
+    rig = rig_of(store, settings=RemoteSettings(probe=False, write_share=0.001))
+    labels = labels_of(prompt(1, 2))
+    rig.compute(labels, [0, 1])
+    assert result(rig.engine.written, rig.write([0], labels[:1])) == 1
+    resting = rig.write([1], labels[1:])
+    rig.engine.attach(False)
+    assert result(rig.engine.written, resting, seconds=5.0) == 0
+    assert len(store.times) == 1
+
+
 def test_a_write_waits_for_fetches_but_not_for_ever(rig_of: MakeRig) -> None:
     store = Stuck(SharedMemoryStore())
     rig = rig_of(store)

@@ -82,6 +82,8 @@ class SGLangServer:
     request_timeout: float = 240.0
     cpu: bool = True
     """False leaves the device to SGLang."""
+    admin_key: str | None = None
+    """Some of SGLang's endpoints exist only with one; sent with every request."""
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     _scratch: Path | None = field(default=None, init=False, repr=False)
@@ -102,6 +104,8 @@ class SGLangServer:
         command += ["--max-total-tokens", str(self.max_total_tokens), "--mem-fraction-static", "0.3"]
         command += ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
         command += ["--random-seed", "0"]
+        if self.admin_key is not None:
+            command += ["--admin-api-key", self.admin_key]
         if self.cpu:
             command += cpu_args()
         return [*command, *self.args]
@@ -256,6 +260,10 @@ class SGLangServer:
         if response.status_code != 200:
             raise ServerError(f"flush_cache answered {response.status_code}: {response.text.strip()}")
 
+    def storage_backend(self, method: str, **options: Any) -> requests.Response:
+        """SGLang's endpoint that attaches (PUT) and detaches (DELETE) storage; needs an `admin_key`."""
+        return self._request(method, "/hicache/storage-backend", **options)
+
     def server_info(self) -> dict[str, Any]:
         return self.get("/server_info")
 
@@ -332,6 +340,8 @@ class SGLangServer:
 
     def _request(self, method: str, path: str, **options: Any) -> requests.Response:
         options.setdefault("timeout", self.request_timeout)
+        if self.admin_key is not None:
+            options.setdefault("headers", {"Authorization": f"Bearer {self.admin_key}"})
         try:
             return requests.request(method, self.url + path, **options)
         except requests.RequestException as error:

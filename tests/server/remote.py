@@ -236,6 +236,17 @@ def up(server: SGLangServer) -> bool:
     return bool(values) and all(values)
 
 
+def attach(server: SGLangServer) -> None:
+    """Use the stores again; the server needs an admin key."""
+    answer = server.storage_backend("PUT", json={"hicache_storage_backend": "hicache-ext"})
+    assert answer.status_code == 200, answer.text
+
+
+def detach(server: SGLangServer) -> None:
+    answer = server.storage_backend("DELETE")
+    assert answer.status_code == 200, answer.text
+
+
 def story(server: SGLangServer) -> dict[str, float]:
     """What the stores did and why not, for the message of a failed test."""
     told: dict[str, float] = {}

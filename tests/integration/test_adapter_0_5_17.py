@@ -39,7 +39,7 @@ with warnings.catch_warnings():
 
 from hicache_ext.core.header import Reason
 from hicache_ext.core.residency import Residency
-from hicache_ext.core.speeds import KEPT
+from hicache_ext.core.speeds import MEASURED_BYTES, Track
 from hicache_ext.integration.cpu_allocator_0_5_17 import paged_allocator
 
 pytestmark = pytest.mark.timeout(60)
@@ -658,12 +658,12 @@ def test_write_back_moves_pages_when_they_are_evicted() -> None:
 
 
 def set_clock(engine: Engine, seconds: float) -> None:
-    """As if a batch's launches took long, so that requests wait for others; for none from 1,000 s on."""
+    """As if a batch's launches took long, so that requests wait for others as long as the clock stands."""
     speeds = engine.cache.speeds
     speeds.clock = lambda: seconds
     speeds._start = 0.0
-    for _ in range(KEPT):
-        speeds.observed_prefill(0, 1, 1000.0, time.monotonic())
+    speeds._launch = Track(1000.0, 1.0, keep_prior=True)
+    speeds.observed_load(MEASURED_BYTES, 1e-3, time.monotonic())
 
 
 def ahead(engine: Engine, **options: Any) -> Any:
@@ -681,7 +681,7 @@ def ahead(engine: Engine, **options: Any) -> Any:
         assert not engine.cache.fetch_ended(req)
         engine.run(engine.decode())
     assert match(engine, prompt(64)).best_match_node.device is not Residency.ABSENT
-    set_clock(engine, 1001.0)
+    set_clock(engine, 2.0)
     return req
 
 

@@ -39,6 +39,7 @@ from benchmarks.multiturn_client import ServerError
 from benchmarks.multiturn_stats import Record, equal_answers, equal_to_first_pass, summarize
 from benchmarks.server import ServerFailed, serve
 from benchmarks.token_load import Load, check_exactness, run_load
+from hicache_ext.core.model_kv import from_config, read_config
 
 SHAPES: dict[str, dict[str, int]] = {
     # 2 KiB of KV a token in bf16
@@ -214,10 +215,7 @@ def tiers_above(options: argparse.Namespace, model: Path) -> dict[str, int]:
     """Tokens that all tiers above the host, and above a store if there is one, hold together."""
     above = {"host": options.pool}
     if "--hicache-ext-remote" in options.ext_flags:
-        config = json.loads((model / "config.json").read_text())
-        heads = config.get("num_key_value_heads", config["num_attention_heads"])
-        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        token_bytes = 2 * 2 * config["num_hidden_layers"] * heads * size
+        token_bytes = from_config(read_config(model)).token_bytes
         above["store"] = options.pool + int(options.host_gb * 1e9 / token_bytes)
     return above
 

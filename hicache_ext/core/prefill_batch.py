@@ -58,14 +58,14 @@ def admit_now(
     """
     coming = coming[:LOOK_AHEAD]
     compute, load = sum(_compute(one, rates) for one in ready), sum(one.load for one in ready)
-    later = sum(_compute(one, rates) for one in coming)
+    each = [_compute(one, rates) for one in coming]
+    later = sum(each)
     best: _Plan | None = None
     for count in range(len(coming) + 1):
         if count:
-            last = coming[count - 1]
-            load += last.load
-            compute += _compute(last, rates)
-            later -= _compute(last, rates)
+            load += coming[count - 1].load
+            compute += each[count - 1]
+            later -= each[count - 1]
         taken, rest = len(ready) + count, len(coming) - count
         if not taken:
             continue

@@ -39,7 +39,7 @@ from hicache_ext.integration.control import Adapters, is_flush, weight_change
 from hicache_ext.integration.metrics import Metrics
 from hicache_ext.integration.namespace import WeightVersions
 from hicache_ext.integration.queue import Queue, reusable
-from hicache_ext.integration.recompute import Recompute
+from hicache_ext.integration.recompute import Recompute, outstanding_batches
 from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
 from hicache_ext.integration.speeds import LoadClock, PrefillClock, Stores
@@ -314,7 +314,7 @@ class HicacheExtCache(BasePrefixCache):
 
     def _result_outstanding(self) -> bool:
         """Whether the result of a batch will be processed in this step, after the next one was launched."""
-        return bool(getattr(self._scheduler, "result_queue", ()))
+        return bool(outstanding_batches(self._scheduler))
 
     def _start_copies(self) -> None:
         """Takes a millisecond or more, so best when the scheduler has launched a batch and is about to wait

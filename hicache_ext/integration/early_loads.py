@@ -62,8 +62,8 @@ class EarlyLoads:
         self._queued: dict[str, _Queued] = {}
         self._ahead: dict[str, _Ahead] = {}
         self._loads: deque[_Load] = deque()
-        self._next: list[str] = []
-        """Who has something to load, and room for it, in order."""
+        self._next: dict[str, int] = {}
+        """Who has something to load, and room for it, in order, and how many tokens in this step."""
         self._let: set[str] | None = None
         """The queued requests that may be admitted; None: all."""
 
@@ -103,7 +103,7 @@ class EarlyLoads:
             self._loads.popleft()
         for rid in self._queued.keys() - set(queue):
             self.forget(rid)
-        self._let, self._next = None, []
+        self._let, self._next = None, {}
         if not running:
             return
         waiting = [rid for rid in queue[:LOOK_AHEAD] if rid in self._queued and not self._cache.waits(rid)]
@@ -119,7 +119,8 @@ class EarlyLoads:
         waits then anyway."""
         cache, started = self._cache, 0
         while self._next and started < AT_ONCE and sum(load.seconds for load in self._loads) < MOST:
-            rid = self._next[0]
+            rid = next(iter(self._next))
+            # Others may have loaded a part of it since.
             if tokens := self._missing(rid):
                 node = cache.tree.waiting[rid]
                 room = self._computes(rid)
@@ -130,20 +131,20 @@ class EarlyLoads:
                 self._ahead[rid] = _Ahead(node, tokens, seconds, room)
                 self._loads.append(_Load(cache.pending_load(node), seconds))
                 started += 1
-            self._next.pop(0)
+            del self._next[rid]
         if started:
             cache.start_loads(by_layer=False)
 
-    def _loadable(self, waiting: Sequence[str]) -> list[str]:
-        """Who has something to load for which there is room, in order."""
+    def _loadable(self, waiting: Sequence[str]) -> dict[str, int]:
+        """Who has something to load for which there is room, in order, and how many tokens."""
         room = self._room()
-        found = []
+        found = {}
         for rid in waiting:
             if tokens := self._missing(rid):
                 room -= tokens + self._computes(rid)
                 if room < 0:
                     break
-                found.append(rid)
+                found[rid] = tokens
         return found
 
     def _room(self) -> int:
@@ -164,13 +165,12 @@ class EarlyLoads:
         last = sum(load.seconds for load in self._loads)
         coming: list[tuple[float, str, Candidate]] = []
         ready: list[Candidate] = []
-        later = set(self._next)
         for rid in waiting:
             node = tree.waiting.get(rid, tree.root)
             ahead = self._ahead.get(rid)
             load = 0.0 if ahead is None else ahead.seconds
-            if rid in later:
-                load = self._seconds(self._missing(rid))
+            if rid in self._next:
+                load = self._seconds(self._next[rid])
                 lands = last = last + load
             else:
                 lands = self._lands(node)
@@ -182,12 +182,8 @@ class EarlyLoads:
                 ready.append(one)
         coming.sort(key=lambda entry: entry[0])
         count = admit_now(ready, [one for _, _, one in coming], running, rates)
-        self._let = set()
-        if count is not None:
-            held = {rid for _, rid, _ in coming[count:]}
-            self._let.update(rid for rid in waiting if rid not in held)
-            if not held:
-                self._let = None
+        held = set(waiting) if count is None else {rid for _, rid, _ in coming[count:]}
+        self._let = set(waiting) - held if held else None
 
     def _lands(self, node: Node) -> float:
         """Seconds until the path to ``node`` is on the device, as far as it is on its way."""

@@ -36,7 +36,7 @@ class Recompute:
         if not self._held:
             return
         scheduler = self._scheduler
-        outstanding = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+        outstanding = outstanding_batches(scheduler)
         if between_steps or not outstanding:
             self._leave_batches(scheduler)
         if between_steps:
@@ -97,3 +97,8 @@ class Recompute:
         scheduler._prefetch_kvcache(req)
         scheduler.waiting_queue.insert(0, req)
         req.time_stats.set_wait_queue_entry_time()
+
+
+def outstanding_batches(scheduler: Any) -> list[Any]:
+    """Batches whose results have not been processed; there are some with SGLang's overlap only."""
+    return [batch for batch, _ in getattr(scheduler, "result_queue", ())]

@@ -106,17 +106,26 @@ def test_kind_request_gone_state_stays_an_abort_during_its_fetch(server: Make) -
     second.assert_idle()
 
 
-def test_kind_stale_after_weight_update_other_weights_find_nothing_in_a_store(server: Make) -> None:
-    second = restarted(server)
-    second.cache.on_control(
+def update_weights(engine: Engine) -> None:
+    engine.cache.on_control(
         io_struct.UpdateWeightFromDiskReqInput(model_path="x", load_format=None, weight_version="v2")
     )
-    wait(second, lambda: second.cache.cache.remote is not None and second.cache.cache.remote.usable)
-    req = second.request(prompt(43))
-    wait(second, lambda: second.cache.fetch_ended(req))
-    second.forward(req, second.admit(req))
+
+
+def assert_nothing_is_found(engine: Engine) -> None:
+    """Of the prompt that was stored before, once the stores can be used."""
+    wait(engine, lambda: engine.cache.cache.remote is not None and engine.cache.cache.remote.usable)
+    req = engine.request(prompt(43))
+    wait(engine, lambda: engine.cache.fetch_ended(req))
+    engine.forward(req, engine.admit(req))
     assert req.prefix_len == 0
-    second.release(req)
+    engine.release(req)
+
+
+def test_kind_stale_after_weight_update_other_weights_find_nothing_in_a_store(server: Make) -> None:
+    second = restarted(server)
+    update_weights(second)
+    assert_nothing_is_found(second)
 
 
 def test_a_flush_is_kept_by_the_store(server: Make) -> None:
@@ -170,16 +179,9 @@ def test_detached_stores_give_nothing_and_get_nothing_until_they_are_attached(se
 def test_kind_stale_after_weight_update_while_the_stores_are_detached(server: Make) -> None:
     second = restarted(server)
     second.cache.detach_stores()
-    second.cache.on_control(
-        io_struct.UpdateWeightFromDiskReqInput(model_path="x", load_format=None, weight_version="v2")
-    )
+    update_weights(second)
     attach(second)
-    wait(second, lambda: second.cache.cache.remote is not None and second.cache.cache.remote.usable)
-    req = second.request(prompt(43))
-    wait(second, lambda: second.cache.fetch_ended(req))
-    second.forward(req, second.admit(req))
-    assert req.prefix_len == 0
-    second.release(req)
+    assert_nothing_is_found(second)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
 MOST_WAITING = 64
 """Nodes at most that wait for room on a full host, because each step looks at all of them."""
 
+MOST_PUT_OFF = 64
+"""Victims at most that an eviction leaves where they are while it looks for one that has a copy."""
+
 HASHED_PAGES = 4096
 """Page identities computed at most per step: some milliseconds of the scheduler thread."""
 
@@ -337,44 +340,64 @@ class TieredCache:
 
     def evict(self, tokens: int) -> int:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
-        freed = 0
+        freed = copied = 0
         runs: list[Slots] = []
+        put_off: list[Node] = []
         while freed < tokens:
-            victims = self._victims(tokens - freed)
-            if not victims and self.tree.uncovered:
-                self._cover(force=True)
-                continue
+            victims = self._victims(tokens - freed) if len(put_off) < MOST_PUT_OFF else []
             if not victims:
-                if not self.tickets.open[Kind.BACKUP]:
+                if self.tickets.open[Kind.BACKUP]:
+                    # What is left is locked by copies in flight, or by requests; only the former will end.
+                    self.stats.evict_waits += 1
+                    self._settle_backups()
+                elif self.tree.uncovered:
+                    self._cover(force=tokens - freed)
+                elif put_off:
+                    copied = 0
+                else:
                     break
-                # What is left is locked by copies in flight, or by requests; only the former will end.
-                self.stats.evict_waits += 1
-                self._settle_backups()
+                self._put_back(put_off)
                 continue
             if self.config.write_policy is WritePolicy.WRITE_BACK:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
                 if self._waits_for_room(victim):
-                    # If it gets a copy now, it leaves when that has ended.
-                    self._submit_backup(self._reserve_host(victim))
+                    if copied >= tokens:
+                        # What has a copy leaves first; more copies than needed would cost others theirs.
+                        put_off.append(victim)
+                        continue
+                    # It leaves when it has been copied, and what is above it can follow.
+                    stuck = self._stuck([victim])
+                    self._submit_backup(self._reserve_host(victim, leaving=True))
+                    if victim.device_locks:
+                        copied += stuck
                 if victim.device_locks == 0:
                     freed += len(victim)
                     runs.append(self._drop_device(victim))
+        self._put_back(put_off)
         if runs:
             self.device.free(*runs)
         return freed
 
-    def evict_host(self, pages: int) -> int:
-        """Free at least ``pages`` host pages if possible; returns how many were freed."""
+    def evict_host(self, pages: int, *, leaving: bool = False) -> int:
+        """Free at least ``pages`` host pages if possible; returns how many were freed.
+
+        ``leaving``: the room is for what the device is about to lose, so copies of what stays there go first.
+        """
         freed = 0
         step = max(self.config.evict_granule // self.config.page_size, 1)
         while freed < pages:
-            node = self.tree.in_use.pop() or self.tree.candidates[Tier.HOST].pop()
+            node = self.tree.in_use.pop() or (self.tree.duplicates.pop() if leaving else None)
+            node = node or self.tree.candidates[Tier.HOST].pop()
             if node is None:
                 break
+            self.tree.candidates[Tier.HOST].discard(node)
             node = self._tail(node, max(pages - freed, step) * self.config.page_size, Tier.HOST)
             freed += len(node) // self.config.page_size
             self._drop_host(node)
+            if leaving and node.device is READY and not node.uses:
+                self._mark_dirty(node)
+                self._deferred = True
         return freed
 
     # Once per step
@@ -398,7 +421,7 @@ class TieredCache:
                 if crowded and node.uses:
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
-                if crowded and self._at_ease([node, *self._dirty, *self.tree.uncovered]):
+                if crowded and self._can_wait([node, *self._dirty, *self.tree.uncovered]):
                     node.backup_queued = self._deferred = True
                     self._dirty.appendleft(node)
                     break
@@ -574,7 +597,7 @@ class TieredCache:
         """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
         return sum(map(len, self._missing(node))) > self.host_pages.free * self.config.page_size
 
-    def _cover(self, *, force: bool = False) -> None:
+    def _cover(self, *, force: int = 0) -> None:
         """See to what was in use on the device without a host copy below it, while its continuation is on the
         host: once the host has room for it, or the device needs its room, it is copied down, whatever else
         must leave the host. Where there is no room at all, the continuation goes."""
@@ -584,16 +607,27 @@ class TieredCache:
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
             sound = node.doubt is Doubt.NONE
-            if sound and not force and self._crowded(node) and self._at_ease(waiting[number:]):
-                self.tree.uncovered += waiting[number:]
-                break
+            if sound and force <= 0 and self._crowded(node):
+                twice = len(self.tree.in_use) or len(self.tree.duplicates)
+                if not twice or self._at_ease(waiting[number:]):
+                    self.tree.uncovered += waiting[number:]
+                    break
             if sound:
+                force -= self._stuck([node])
                 nodes += self._reserve_host(node, admit=True)
             if node.host is ABSENT:
                 for member in reversed(list(self.tree.subtree(node))[1:]):
                     if member.host is READY:
                         self._drop_host(member)
         self._submit_backup(nodes)
+
+    def _can_wait(self, waiting: list[Node]) -> bool:
+        """Whether new pages may go without a copy as long as the device has room for them, so that nothing
+        leaves the host for them."""
+        if self.remote is None and len(self.tree.duplicates) and not len(self.tree.in_use):
+            # Evicting them will cost others a copy, not their life. Stores would get them late.
+            return True
+        return self._at_ease(waiting)
 
     def _at_ease(self, waiting: list[Node]) -> bool:
         """Whether the device could free enough for what may come, without ``waiting``."""
@@ -619,11 +653,13 @@ class TieredCache:
                 tokens += len(member)
         return tokens
 
-    def _reserve_host(self, node: Node, limit: int | None = None, *, admit: bool = False) -> list[Node]:
+    def _reserve_host(
+        self, node: Node, limit: int | None = None, *, admit: bool = False, leaving: bool = False
+    ) -> list[Node]:
         """Host pages for ``node`` and those of its ancestors that lack them, top down, as far as they go.
 
         At most ``limit`` tokens, a multiple of the page size: a longer run is cut. With ``admit`` the policy
-        is not asked.
+        is not asked. ``leaving``: the device is about to lose ``node``.
         """
         chain = self._missing(node)
         reserved: list[Node] = []
@@ -640,12 +676,12 @@ class TieredCache:
                 limit -= len(member)
             count = len(member) // self.config.page_size
             pages = self.host_pages.alloc(count)
-            admit = admit or len(self.tree.in_use) > 0
+            admit = admit or len(self.tree.in_use) > 0 or (leaving and len(self.tree.duplicates) > 0)
             if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
                 self.stats.backup_refused += len(member)
                 break
             if pages is None:
-                self.evict_host(count - self.host_pages.free)
+                self.evict_host(count - self.host_pages.free, leaving=leaving or admit)
                 pages = self.host_pages.alloc(count)
             if pages is None:
                 self.stats.backup_declined += len(member)
@@ -769,6 +805,11 @@ class TieredCache:
             if self.config.write_policy is WritePolicy.WRITE_THROUGH:
                 break
         return victims
+
+    def _put_back(self, victims: list[Node]) -> None:
+        for victim in victims:
+            self.tree.put_back(victim, Tier.DEVICE)
+        victims.clear()
 
     def _tail(self, node: Node, tokens: int, tier: Tier) -> Node:
         """The last ``tokens`` of a popped candidate, rounded up to pages, cut off if the node is longer."""

@@ -17,7 +17,8 @@ Invariants, asserted by ``check()``:
  5. Sizes: evictable + protected = tokens on the device, evictable = those without a device lock.
  6. Eviction candidates of a tier are exactly its unlocked READY nodes without children there that are not
     uncovered on the device, nor in use on the device if they are on the host. ``in_use`` holds the unlocked
-    READY copies on the host of what is in use on the device.
+    READY copies on the host of what is in use on the device, ``duplicates`` the candidates of the host that
+    are READY on the device too.
  7. Waiters of a node = the queued requests whose match ends at or below it.
  8. Doubt covers the subtree: below a condemned node all are condemned, at least as badly. The topmost one is
     filed under a key that no lookup builds.
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
-from hicache_ext.core.policy import EvictionPolicy
+from hicache_ext.core.policy import EvictionPolicy, VictimIndex
 from hicache_ext.core.policy.index import EvictionIndex
 from hicache_ext.core.residency import Doubt, Residency, Tier
 
@@ -138,6 +139,8 @@ class TieredRadixTree:
         self.candidates = {tier: policy.index(tier) for tier in Tier}
         # These cannot be lost on the device, and are made again after; the latest are in use for longest.
         self.in_use = EvictionIndex(lambda node: (-node.stamp,))
+        # These are lost if the device evicts them; it evicts what requests wait for, and the latest, last.
+        self.duplicates = EvictionIndex(lambda node: (node.waiters == 0, -node.stamp))
         self.clock = 0
         self._next_id = 0
         self.clear()
@@ -154,7 +157,7 @@ class TieredRadixTree:
         self.protected_tokens = 0
         self.host_tokens = 0
         self.nodes = 0
-        for index in (*self.candidates.values(), self.in_use):
+        for index in (*self.candidates.values(), self.in_use, self.duplicates):
             index.clear()
         self.policy.clear()
 
@@ -350,7 +353,7 @@ class TieredRadixTree:
         node.waiting.clear()
         node.waiters = 0
         self.nodes -= 1
-        for index in (*self.candidates.values(), self.in_use):
+        for index in (*self.candidates.values(), self.in_use, self.duplicates):
             index.discard(node)
 
     def condemn(self, node: Node, doubt: Doubt) -> None:
@@ -377,6 +380,7 @@ class TieredRadixTree:
                 assert member.host is not ABSENT, member
                 member.host_locks += 1
                 self.in_use.discard(member)
+                self.duplicates.discard(member)
             else:
                 assert member.device is not ABSENT, member
                 if member.device_locks == 0:
@@ -416,6 +420,10 @@ class TieredRadixTree:
                 self._reconsider(member, Tier.HOST)
         self.unlock(node, Tier.DEVICE)
 
+    def put_back(self, node: Node, tier: Tier) -> None:
+        """A popped candidate of ``tier`` is not evicted after all."""
+        self._reconsider(node, tier)
+
     # The waiting queue
 
     def want(self, rid: str, node: Node) -> None:
@@ -427,6 +435,8 @@ class TieredRadixTree:
         node.waiting.add(rid)
         for member in self.path(node):
             member.waiters += 1
+            if member in self.duplicates:
+                self.duplicates.add(member)
 
     def unwant(self, rid: str) -> None:
         """Forget a queued request; unknown ids are ignored."""
@@ -505,6 +515,7 @@ class TieredRadixTree:
             for tier, index in self.candidates.items():
                 assert (node in index) == self._is_candidate(node, tier), (tier, node)
             assert (node in self.in_use) == (node.uses > 0 and self._is_free_on_host(node)), node
+            assert (node in self.duplicates) == self._is_duplicate(node), node
         assert (evictable, protected) == (self.evictable_tokens, self.protected_tokens)
         assert host == self.host_tokens and count == self.nodes
         for tier, index in self.candidates.items():
@@ -519,19 +530,17 @@ class TieredRadixTree:
             return free and not _lacks_cover(node)
         return self._is_free_on_host(node) and node.host_children == 0 and node.uses == 0
 
+    def _is_duplicate(self, node: Node) -> bool:
+        return node.device is READY and self._is_candidate(node, Tier.HOST)
+
     def _is_free_on_host(self, node: Node) -> bool:
         return node.host is READY and node.host_locks == 0
 
     def _reconsider(self, node: Node, tier: Tier) -> None:
-        if tier is Tier.HOST and node.uses and self._is_free_on_host(node):
-            self.in_use.add(node)
-        elif tier is Tier.HOST:
-            self.in_use.discard(node)
-        index = self.candidates[tier]
-        if self._is_candidate(node, tier):
-            index.add(node)
-        else:
-            index.discard(node)
+        if tier is Tier.HOST:
+            _keep(self.in_use, node, node.uses > 0 and self._is_free_on_host(node))
+            _keep(self.duplicates, node, self._is_duplicate(node))
+        _keep(self.candidates[tier], node, self._is_candidate(node, tier))
 
     def _locked(self, node: Node, below: Node | None) -> Iterator[Node]:
         return takewhile(lambda member: member is not below, self.path(node))
@@ -573,3 +582,11 @@ class TieredRadixTree:
 def _lacks_cover(node: Node) -> bool:
     """Whether the device alone holds ``node``, and the host what continues it."""
     return node.host is ABSENT and node.host_children > 0
+
+
+def _keep(index: VictimIndex, node: Node, member: bool) -> None:
+    """Have ``node`` in ``index``, ordered anew, or not."""
+    if member:
+        index.add(node)
+    else:
+        index.discard(node)

@@ -566,14 +566,14 @@ def test_making_room_on_the_host_keeps_the_pages_a_backup_continues() -> None:
     rig = make_rig(host_pages=2)
     put(rig, pages(1))
     settle(rig)
-    put(rig, pages(9))
-    settle(rig)
+    to_host(rig, pages(9))
     put(rig, pages(1, 2))
     parent = node_at(rig, pages(1))
     parent.stamp = -1
     settle(rig)
+    rig.cache.evict(PAGE)
     assert parent.host is READY and backed_up(rig, pages(1, 2))
-    assert node_at(rig, pages(9)).host is ABSENT
+    assert rig.cache.match(SCOPE, pages(9), touch=False).host_len == 0
     assert_idle(rig)
 
 
@@ -1305,5 +1305,7 @@ def test_a_full_host_gives_up_what_is_in_use_on_the_device_and_gets_it_again() -
     step(rig)
     rig.transfers.drain()
     rig.cache.tick()
+    assert not backed_up(rig, pages(2)), "it takes the place of a copy of what the device has too"
+    rig.cache.evict(rig.device.total)
     assert backed_up(rig, pages(2))
     rig.cache.check()

@@ -1,0 +1,171 @@
+"""What device and host hold together: nothing is lost while one of them has a copy of what the other has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache_ext.core.page import PrefixScope
+from hicache_ext.core.policy.costs import CostModel
+from hicache_ext.core.policy.make import NAMES, make_policy
+from hicache_ext.core.residency import Residency
+from hicache_ext.core.tree import Node
+from tests.core.fakes import Rig, assert_idle, device_len, make_rig, node_at, prompt, put, settle, to_host
+
+ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
+PAGE = 4
+SCOPE = PrefixScope()
+A, B, C, D = (prompt(PAGE, n, n + 1) for n in (10, 20, 30, 40))
+
+
+def found(rig: Rig, tokens: np.ndarray) -> int:
+    match = rig.cache.match(SCOPE, tokens, touch=False)
+    return match.device_len + match.host_len
+
+
+def on_both(rig: Rig, tokens: np.ndarray) -> Node:
+    """Load what is on the host, and use it no more."""
+    node = node_at(rig, tokens)
+    assert rig.cache.load(node) == len(tokens)
+    settle(rig)
+    assert node.device is READY and node.host is READY
+    return node
+
+
+def use_later(rig: Rig, tokens: np.ndarray) -> None:
+    rig.cache.tick()
+    rig.cache.match(SCOPE, tokens)
+
+
+def full_host() -> Rig:
+    """A on the host only, B on both, C on the device only, where it waits for room on the host."""
+    rig = make_rig(device_pages=6, host_pages=4, ease=0.0)
+    to_host(rig, A)
+    to_host(rig, B)
+    on_both(rig, B)
+    put(rig, C)
+    settle(rig)
+    assert node_at(rig, C).host is ABSENT and rig.cache.host_pages.free == 0
+    return rig
+
+
+def test_the_copy_of_what_stays_on_the_device_leaves_before_the_only_one() -> None:
+    rig = full_host()
+    use_later(rig, B)
+    assert rig.cache.evict(len(C)) == len(C)
+    settle(rig)
+    assert device_len(rig, B) == len(B) and device_len(rig, C) == 0
+    assert [found(rig, tokens) for tokens in (A, B, C)] == [len(tokens) for tokens in (A, B, C)]
+    assert rig.cache.stats.evicted_lost == 0
+    assert_idle(rig)
+
+
+def test_what_lost_its_copy_that_way_gets_it_again() -> None:
+    rig = full_host()
+    copy = node_at(rig, B)
+    rig.cache.evict_host(2, leaving=True)
+    assert copy.host is ABSENT and copy.backup_queued and found(rig, A) == len(A)
+    settle(rig)
+    rig.cache.evict(rig.device.total)
+    assert found(rig, B) == len(B) and copy.device is ABSENT
+
+
+def test_room_for_what_stays_on_the_device_is_not_made_that_way() -> None:
+    rig = full_host()
+    rig.cache.evict_host(1)
+    assert node_at(rig, B).host is READY and found(rig, A) < len(A)
+
+
+def test_requests_wait_for_what_gives_up_its_copy_first() -> None:
+    rig = make_rig(device_pages=8, host_pages=4, ease=0.0)
+    to_host(rig, A)
+    to_host(rig, B)
+    first, second = on_both(rig, A), on_both(rig, B)
+    rig.cache.want("r", SCOPE, A)
+    rig.cache.evict_host(2, leaving=True)
+    assert first.host is ABSENT and second.host is READY
+
+
+def test_what_has_a_copy_leaves_at_once_while_another_is_copied() -> None:
+    rig = make_rig(device_pages=8, host_pages=4, ease=0.0)
+    to_host(rig, A)
+    to_host(rig, B)
+    put(rig, C[:PAGE])
+    settle(rig)
+    for tokens in (A, B):
+        on_both(rig, tokens)
+        use_later(rig, tokens)
+    put(rig, D[:PAGE])
+    use_later(rig, D[:PAGE])
+    rig.cache.flush_backups()
+    oldest, latest = node_at(rig, C), node_at(rig, D)
+    assert oldest.host is ABSENT and latest.host is ABSENT
+    assert rig.cache.evict(PAGE) == PAGE
+    assert rig.cache.stats.evict_waits == 0 and device_len(rig, A) == PAGE and device_len(rig, B) == len(B)
+    assert oldest.host is PENDING and latest.host is ABSENT
+    settle(rig)
+    assert [found(rig, tokens) for tokens in (A, B, C, D)] == [len(A), len(B), PAGE, PAGE]
+    assert_idle(rig)
+
+
+def test_no_more_is_copied_than_the_eviction_needs() -> None:
+    rig = make_rig(device_pages=8, host_pages=4, ease=0.0)
+    to_host(rig, A)
+    to_host(rig, B)
+    rig.cache.load(node_at(rig, A))
+    held = node_at(rig, A)
+    rig.cache.lock(held)
+    settle(rig)
+    put(rig, C)
+    use_later(rig, C)
+    put(rig, D)
+    use_later(rig, D)
+    first, second = node_at(rig, C), node_at(rig, D)
+    rig.cache.flush_backups()
+    assert first.host is ABSENT and second.host is ABSENT
+    assert rig.cache.evict(PAGE) == PAGE
+    assert rig.cache.stats.evict_waits == 1
+    assert held.host is ABSENT and first.host is READY and second.host is ABSENT
+    assert second.device is READY and found(rig, B) == len(B)
+    rig.cache.unlock(held)
+    settle(rig)
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("policy", NAMES)
+def test_what_fits_in_both_together_is_never_lost(policy: str, group: int) -> None:
+    """Sessions that take turns, of which neither tier could hold all."""
+    device, host, size, count = 24, 64, 8, 9
+    rig = make_rig(device_pages=device, host_pages=host, ease=0.125)
+    costs = CostModel(token=2.5e-5, depth=1.3e-9, load=2.4e-6, store=2.4e-6)
+    tree = rig.cache.tree
+    tree.policy = make_policy(
+        policy, device_tokens=device * PAGE, host_tokens=host * PAGE, page_size=PAGE, costs=costs
+    )
+    tree.candidates = {tier: tree.policy.index(tier) for tier in tree.candidates}
+    sessions = [prompt(PAGE, *range(100 * n, 100 * n + size)) for n in range(1, count + 1)]
+    for turn in range(12 * count // group):
+        now = [sessions[(turn * group + k) % count] for k in range(group)]
+        for tokens in now:
+            rig.cache.want(str(tokens[0]), SCOPE, tokens)
+            if found(rig, tokens) > device_len(rig, tokens):
+                rig.cache.load(node_at(rig, tokens))
+                rig.cache.start_loads()
+                rig.transfers.drain()
+                rig.cache.tick()
+            rig.cache.unwant(str(tokens[0]))
+            if turn * group >= count:
+                assert device_len(rig, tokens) == len(tokens), turn
+            put(rig, tokens)
+            rig.cache.lock(rig.cache.match(SCOPE, tokens).device_node)
+        rig.cache.flush_backups()
+        rig.cache.tick()
+        for tokens in now:
+            rig.cache.unlock(node_at(rig, tokens))
+        rig.cache.flush_backups()
+        rig.transfers.drain()
+        rig.cache.tick()
+        rig.cache.check()
+        lost = [found(rig, tokens) for tokens in sessions[: (turn + 1) * group]]
+        assert lost == [len(tokens) for tokens in sessions[: (turn + 1) * group]], turn

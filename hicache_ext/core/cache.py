@@ -50,6 +50,9 @@ MOST_WAITING = 64
 MOST_PUT_OFF = 64
 """Victims at most that an eviction leaves where they are while it looks for one that has a copy."""
 
+MOST_COPIED = 8192
+"""Tokens at most that an eviction copies down to save one victim, because it may have to wait for them."""
+
 HASHED_PAGES = 4096
 """Page identities computed at most per step: some milliseconds of the scheduler thread."""
 
@@ -340,7 +343,9 @@ class TieredCache:
 
     def evict(self, tokens: int) -> int:
         """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
-        freed = copied = 0
+        freed = 0
+        # Copies in flight will free something soon; more of them than needed would cost others theirs.
+        copied = tokens if self.tickets.open[Kind.BACKUP] else 0
         runs: list[Slots] = []
         put_off: list[Node] = []
         while freed < tokens:
@@ -361,9 +366,9 @@ class TieredCache:
             if self.config.write_policy is WritePolicy.WRITE_BACK:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
-                if self._waits_for_room(victim):
+                if self._to_be_copied(victim):
                     if copied >= tokens:
-                        # What has a copy leaves first; more copies than needed would cost others theirs.
+                        # What has a copy leaves first.
                         put_off.append(victim)
                         continue
                     # It leaves when it has been copied, and what is above it can follow.
@@ -637,9 +642,11 @@ class TieredCache:
         total = free + evictable + self.tree.protected_tokens
         return free + evictable - self._stuck(waiting) >= self.config.ease * total
 
-    def _waits_for_room(self, node: Node) -> bool:
-        """Whether the first copy of ``node`` waits for room on the host."""
-        return self._deferred and node.backup_queued and node.host is ABSENT and node.doubt is Doubt.NONE
+    def _to_be_copied(self, node: Node) -> bool:
+        """Whether a copy of ``node`` has not started yet, and is soon made, with what it lacks above."""
+        if not node.backup_queued or node.host is not ABSENT or node.doubt is not Doubt.NONE:
+            return False
+        return sum(map(len, self._missing(node))) <= MOST_COPIED
 
     def _stuck(self, waiting: list[Node]) -> int:
         """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hicache_ext.core.cache import TieredCache, WritePolicy
 from hicache_ext.core.page import PrefixScope, page_identities, root_salt
 from hicache_ext.core.remote_tier import RemoteConfig
-from hicache_ext.core.residency import Residency, Tier
+from hicache_ext.core.residency import Doubt, Residency, Tier
 from hicache_ext.core.tick import Reduce
 from hicache_ext.core.tickets import Kind
 from hicache_ext.core.tree import Node
@@ -114,11 +114,12 @@ def test_parents_are_copied_before_children() -> None:
     assert job.slots.tolist() == np.concatenate(slots).tolist()
 
 
-def test_what_left_the_device_before_its_backup_is_skipped() -> None:
+def test_what_was_condemned_before_its_backup_is_skipped() -> None:
     rig = make_rig()
     put(rig, pages(1))
     put(rig, pages(2))
-    rig.cache.evict(PAGE)
+    rig.cache.tree.condemn(node_at(rig, pages(1)), Doubt.STALE)
+    rig.cache.tick()
     rig.cache.flush_backups()
     (job,) = rig.transfers.backup_jobs
     assert len(job.pages) == 1
@@ -464,9 +465,10 @@ def test_eviction_waits_for_backups_when_nothing_else_is_left() -> None:
 
 def test_eviction_does_not_wait_while_there_is_something_else() -> None:
     rig = make_rig()
+    put(rig, pages(2))
+    settle(rig)
     put(rig, pages(1))
     rig.cache.flush_backups()
-    put(rig, pages(2))
     assert rig.cache.evict(PAGE) == PAGE
     assert rig.cache.stats.evict_waits == 0 and len(rig.transfers.backup_jobs) == 1
     assert device_len(rig, pages(2)) == 0
@@ -924,7 +926,7 @@ def test_kind_scheduler_stalls_matching_touches_only_its_path() -> None:
 
 
 def test_kind_scheduler_stalls_matching_hashes_nothing() -> None:
-    rig = make_rig()
+    rig = make_rig(host_pages=0)
     put(rig, pages(1, 2))
     rig.cache.match(SCOPE, pages(1))
     rig.cache.want("r", SCOPE, pages(1, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hicache_ext.core import cache
 from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import NAMES, make_policy
@@ -132,10 +133,43 @@ def test_no_more_is_copied_than_the_eviction_needs() -> None:
     assert_idle(rig)
 
 
+def test_what_is_evicted_before_its_copy_has_started_is_copied_first() -> None:
+    rig = make_rig()
+    put(rig, A)
+    assert rig.cache.evict(rig.device.total) == len(A)
+    assert found(rig, A) == len(A) and device_len(rig, A) == 0 and rig.cache.stats.evicted_lost == 0
+
+
+def test_it_is_not_if_that_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_COPIED", PAGE)
+    rig = make_rig()
+    put(rig, A)
+    assert rig.cache.evict(PAGE) == PAGE and found(rig, A) == PAGE
+    assert rig.cache.evict(PAGE) == PAGE and found(rig, A) == PAGE
+    assert rig.cache.stats.evicted_lost == PAGE and device_len(rig, A) == 0
+
+
+def test_no_other_is_copied_while_copies_in_flight_will_free_something() -> None:
+    rig = make_rig(device_pages=8)
+    put(rig, C)
+    settle(rig)
+    put(rig, A)
+    rig.cache.flush_backups()
+    put(rig, B)
+    assert rig.cache.evict(len(C)) == len(C)
+    assert rig.cache.stats.evict_waits == 0 and device_len(rig, C) == 0 and node_at(rig, B).host is ABSENT
+    assert rig.cache.evict(len(A)) == len(A)
+    assert rig.cache.stats.evict_waits == 1 and device_len(rig, A) == 0 and node_at(rig, B).host is ABSENT
+    assert rig.cache.evict(len(B)) == len(B) and rig.cache.stats.evict_waits == 2
+    assert [found(rig, tokens) for tokens in (A, B, C)] == [len(tokens) for tokens in (A, B, C)]
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", NAMES)
-def test_what_fits_in_both_together_is_never_lost(policy: str, group: int) -> None:
-    """Sessions that take turns, of which neither tier could hold all."""
+def test_what_fits_in_both_together_is_never_lost(policy: str, group: int, late: bool) -> None:
+    """Sessions that take turns, of which neither tier could hold all; ``late``: copies start when a turn has
+    made room for the next."""
     device, host, size, count = 24, 64, 8, 9
     rig = make_rig(device_pages=device, host_pages=host, ease=0.125)
     costs = CostModel(token=2.5e-5, depth=1.3e-9, load=2.4e-6, store=2.4e-6)
@@ -148,6 +182,9 @@ def test_what_fits_in_both_together_is_never_lost(policy: str, group: int) -> No
     for turn in range(12 * count // group):
         now = [sessions[(turn * group + k) % count] for k in range(group)]
         for tokens in now:
+            if late:
+                rig.cache.evict(len(tokens) - rig.device.available())
+                rig.cache.flush_backups()
             rig.cache.want(str(tokens[0]), SCOPE, tokens)
             if found(rig, tokens) > device_len(rig, tokens):
                 rig.cache.load(node_at(rig, tokens))
@@ -159,11 +196,13 @@ def test_what_fits_in_both_together_is_never_lost(policy: str, group: int) -> No
                 assert device_len(rig, tokens) == len(tokens), turn
             put(rig, tokens)
             rig.cache.lock(rig.cache.match(SCOPE, tokens).device_node)
-        rig.cache.flush_backups()
+        if not late:
+            rig.cache.flush_backups()
         rig.cache.tick()
         for tokens in now:
             rig.cache.unlock(node_at(rig, tokens))
-        rig.cache.flush_backups()
+        if not late:
+            rig.cache.flush_backups()
         rig.transfers.drain()
         rig.cache.tick()
         rig.cache.check()

@@ -12,7 +12,7 @@ from hicache_ext.core.page import PrefixScope
 from hicache_ext.core.policy import Rank
 from hicache_ext.core.policy.index import EvictionIndex
 from hicache_ext.core.policy.lru import TierAwareLru
-from hicache_ext.core.residency import Residency
+from hicache_ext.core.residency import Residency, Tier
 from hicache_ext.core.tree import Node
 from tests.core.fakes import Rig, assert_idle, device_len, make_rig, node_at, prompt, put, settle, to_host
 
@@ -292,7 +292,7 @@ def test_what_a_queued_request_matched_still_goes_if_nothing_else_is_left() -> N
 
 
 def test_only_what_was_matched_is_protected() -> None:
-    rig = make_rig()
+    rig = make_rig(host_pages=0)
     put(rig, pages(1, 2, 3))
     rig.cache.want("r", SCOPE, pages(1, 2, 9))
     new_step(rig)
@@ -314,7 +314,7 @@ def test_both_halves_stay_protected_after_a_split() -> None:
 
 
 def test_the_rest_stays_protected_after_the_deepest_part_was_evicted() -> None:
-    rig = make_rig()
+    rig = make_rig(host_pages=0)
     put(rig, pages(1, 2, 3))
     rig.cache.want("r", SCOPE, pages(1, 2, 3))
     rig.cache.evict(PAGE)
@@ -327,7 +327,7 @@ def test_the_rest_stays_protected_after_the_deepest_part_was_evicted() -> None:
 
 
 def test_protection_ends_when_the_request_leaves_the_queue() -> None:
-    rig = make_rig()
+    rig = make_rig(host_pages=0)
     put(rig, pages(1, 2))
     for rid in ("a", "b"):
         rig.cache.want(rid, SCOPE, pages(1, 2))
@@ -458,8 +458,11 @@ def test_what_earlier_host_victims_freed_counts() -> None:
 def test_evicted_tokens_are_counted_by_whether_they_are_lost() -> None:
     rig = make_rig()
     to_host(rig, pages(1, 2))
+    rig.cache.host_pages.alloc(rig.cache.host_pages.free)
+    rig.cache.tree.lock(node_at(rig, pages(1, 2)), Tier.HOST)
     put(rig, pages(3))
     rig.cache.evict(PAGE)
+    rig.cache.tree.unlock(node_at(rig, pages(1, 2)), Tier.HOST)
     rig.cache.evict_host(1)
     stats = rig.cache.stats
     assert (stats.evicted_device, stats.evicted_lost, stats.evicted_host) == (3 * PAGE, PAGE, PAGE)

@@ -62,6 +62,9 @@ class Instant:
     def poll(self) -> None:
         pass
 
+    def wait_backups(self, seq: int) -> None:
+        pass
+
     def wait_loads(self, seq: int) -> None:
         pass
 

@@ -51,7 +51,7 @@ MOST_PUT_OFF = 64
 """Victims at most that an eviction leaves where they are while it looks for one that has a copy."""
 
 MOST_COPIED = 8192
-"""Tokens at most that an eviction copies down to save one victim, because it may have to wait for them."""
+"""Tokens at most that an eviction copies down to save one victim, and of a backup: it may wait for them."""
 
 HASHED_PAGES = 4096
 """Page identities computed at most per step: some milliseconds of the scheduler thread."""
@@ -128,6 +128,10 @@ class Transfers(Protocol):
 
         ``by_layer``: a forward pass waits for the layers one by one, so the first should come first.
         """
+        ...
+
+    def wait_backups(self, seq: int) -> None:
+        """Wait until backups up to ``seq`` have ended and are posted."""
         ...
 
     def wait_loads(self, seq: int) -> None:
@@ -277,7 +281,7 @@ class TieredCache:
             labels = self._labels(nodes)
             self._queued_loads.append((self.tickets.begin(Kind.LOAD, nodes, [node]), labels))
         else:
-            self.stats.load_declined += tokens
+            self.stats.load_declined += tokens if wait else 0
         self.tree.unlock(node, Tier.HOST, above)
         self.tree.unlock(above, Tier.DEVICE)
         self._cover()
@@ -341,8 +345,11 @@ class TieredCache:
 
     # Space
 
-    def evict(self, tokens: int) -> int:
-        """Free at least ``tokens`` device tokens if possible; returns how many were freed."""
+    def evict(self, tokens: int, *, wait: bool = True) -> int:
+        """Free at least ``tokens`` device tokens if possible; returns how many were freed.
+
+        Without ``wait``, only what needs no copy, and copies start that will free the rest.
+        """
         freed = 0
         # Copies in flight will free something soon; more of them than needed would cost others theirs.
         copied = tokens if self.tickets.open[Kind.BACKUP] else 0
@@ -352,9 +359,10 @@ class TieredCache:
             victims = self._victims(tokens - freed) if len(put_off) < MOST_PUT_OFF else []
             if not victims:
                 if self.tickets.open[Kind.BACKUP]:
+                    if not wait:
+                        break
                     # What is left is locked by copies in flight, or by requests; only the former will end.
-                    self.stats.evict_waits += 1
-                    self._settle_backups()
+                    self._settle_oldest_backup()
                 elif self.tree.uncovered:
                     self._cover(force=tokens - freed)
                 elif put_off:
@@ -563,12 +571,11 @@ class TieredCache:
     def _make_room(self, tokens: int, wait: bool) -> Slots | None:
         """Device slots for a load, evicting only if that is enough; None otherwise."""
         shortfall = tokens - self.device.available()
-        if wait and shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
-            self.stats.evict_waits += 1
-            self._settle_backups()
+        while wait and shortfall > self.tree.evictable_tokens and self.tickets.open[Kind.BACKUP]:
+            self._settle_oldest_backup()
         if shortfall > self.tree.evictable_tokens:
             return None
-        self.evict(shortfall)
+        self.evict(shortfall, wait=wait)
         return self.device.alloc(tokens)
 
     def _host_room(self, count: int) -> np.ndarray | None:
@@ -699,14 +706,17 @@ class TieredCache:
             self.tree.unlock(above, Tier.HOST, above.parent)
         return reserved
 
-    def _submit_backup(self, nodes: list[Node]) -> Ticket | None:
-        if not nodes:
-            return None
-        labels = self._labels(nodes)
-        ticket = self.tickets.begin(Kind.BACKUP, nodes, nodes)
-        pages = np.concatenate([n.pages for n in nodes if n.pages is not None])
-        self.transfers.backup(ticket.seq, [n.slots for n in nodes], pages, labels)
-        return ticket
+    def _submit_backup(self, nodes: list[Node]) -> None:
+        """Start copying down nodes that have host pages. In several tickets, so that what the first of many
+        free need not wait for the last."""
+        some: list[Node] = []
+        for node in nodes:
+            some.append(node)
+            if node is nodes[-1] or sum(map(len, some)) >= MOST_COPIED:
+                ticket = self.tickets.begin(Kind.BACKUP, some, some)
+                pages = np.concatenate([n.pages for n in some if n.pages is not None])
+                self.transfers.backup(ticket.seq, [n.slots for n in some], pages, self._labels(some))
+                some = []
 
     def _labels(self, nodes: list[Node]) -> Labels:
         return labels_of(self.tree, nodes, self.epoch)
@@ -716,13 +726,18 @@ class TieredCache:
         for victim in victims:
             if victim.host is ABSENT:
                 nodes += self._reserve_host(victim)
-        if self._submit_backup(nodes) is not None:
-            self._settle_backups()
+        self._submit_backup(nodes)
+        if nodes:
+            self._settle_backups(self.tickets.last_seq(Kind.BACKUP))
 
-    def _settle_backups(self) -> None:
-        """Wait for all backups and apply them here and now; every rank does so in the same call."""
-        self.transfers.drain()
-        self._apply_backups(self.tickets.last_seq(Kind.BACKUP))
+    def _settle_oldest_backup(self) -> None:
+        self.stats.evict_waits += 1
+        self._settle_backups(self._applied[Kind.BACKUP] + 1)
+
+    def _settle_backups(self, upto: int) -> None:
+        """Wait for backups and apply them here and now; every rank does so in the same call."""
+        self.transfers.wait_backups(upto)
+        self._apply_backups(upto)
         self._cover()
 
     def _apply_agreed(self, limit: int) -> int:

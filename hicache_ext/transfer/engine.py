@@ -71,6 +71,7 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> None: ...
+    def wait_backups(self, seq: int) -> None: ...
     def wait_loads(self, seq: int) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
@@ -147,6 +148,9 @@ class ThreadEngine:
 
     def poll(self) -> None:
         pass
+
+    def wait_backups(self, seq: int) -> None:
+        self.backups.wait(seq)
 
     def wait_loads(self, seq: int) -> None:
         self.loads.wait(seq)
@@ -345,6 +349,12 @@ class StreamEngine:
             copy = self._copies.popleft()
             if copy.verdicts is not None:
                 self._load_times.append((copy.nbytes, copy.begun.elapsed_time(copy.ended) / 1e3))
+
+    def wait_backups(self, seq: int) -> None:
+        for job, ended in self._backups:
+            if job <= seq:
+                ended.synchronize()
+        self.poll()
 
     def wait_loads(self, seq: int) -> None:
         for load in self._loads:

@@ -126,6 +126,10 @@ class FakeTransfers:
         while self.load_jobs:
             self.run_load(0)
 
+    def wait_backups(self, seq: int) -> None:
+        while self.backups.done() < seq:
+            self.run_backup(0)
+
     def wait_loads(self, seq: int) -> None:
         while self.loads.done() < seq:
             self.run_load(0)

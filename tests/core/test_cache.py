@@ -503,6 +503,8 @@ def test_a_tick_after_a_settled_eviction_applies_nothing_twice() -> None:
         put(rig, pages(number))
         rig.cache.flush_backups()
     rig.cache.evict(PAGE)
+    assert rig.cache.stats.backed_up == PAGE, "it waits for what it needs"
+    rig.transfers.drain()
     for _ in range(4):
         rig.cache.tick()
     assert rig.cache.stats.backed_up == 3 * PAGE

@@ -164,6 +164,44 @@ def test_no_other_is_copied_while_copies_in_flight_will_free_something() -> None
     assert [found(rig, tokens) for tokens in (A, B, C)] == [len(tokens) for tokens in (A, B, C)]
 
 
+def test_an_eviction_that_must_not_wait_frees_what_has_a_copy_and_starts_copies_for_the_rest() -> None:
+    rig = make_rig(device_pages=6)
+    put(rig, A)
+    settle(rig)
+    put(rig, B)
+    assert rig.cache.evict(len(A) + len(B), wait=False) == len(A)
+    assert rig.cache.stats.evict_waits == 0 and node_at(rig, B).host is PENDING
+    assert rig.cache.evict(len(B), wait=False) == 0 and len(rig.transfers.backup_jobs) == 1
+    rig.transfers.drain()
+    rig.cache.tick()
+    assert rig.cache.evict(len(B), wait=False) == len(B) and rig.cache.stats.evicted_lost == 0
+
+
+def test_a_load_that_must_not_wait_gets_its_room_once_the_copies_have_ended() -> None:
+    rig = make_rig(device_pages=4)
+    to_host(rig, A)
+    for tokens in (B, C):
+        put(rig, tokens)
+    assert rig.cache.load(node_at(rig, A), wait=False) == 0
+    assert rig.cache.stats.evict_waits == 0 and rig.cache.stats.load_declined == 0
+    rig.transfers.drain()
+    rig.cache.tick()
+    assert rig.cache.load(node_at(rig, A), wait=False) == len(A)
+    settle(rig)
+    assert [found(rig, tokens) for tokens in (A, B, C)] == [len(tokens) for tokens in (A, B, C)]
+
+
+def test_an_eviction_waits_for_the_first_of_many_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_COPIED", 2 * PAGE)
+    rig = make_rig()
+    for tokens in (A, B, C):
+        put(rig, tokens)
+    rig.cache.flush_backups()
+    assert [len(job.pages) for job in rig.transfers.backup_jobs] == [2, 2, 2]
+    assert rig.cache.evict(PAGE) == PAGE
+    assert rig.cache.stats.evict_waits == 1 and len(rig.transfers.backup_jobs) == 2
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", NAMES)

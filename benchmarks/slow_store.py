@@ -204,6 +204,8 @@ class Run:
         wait_until("the server is idle", self._idle, step=0.01)
         (attach if attached else detach)(self._server)
         self._attached = attached
+        # What reached the host without the stores is offered to them when they are attached.
+        nudge(self._server)
 
     def _lost(self) -> float:
         wait_until("the server is idle", self._idle, step=0.01)

@@ -58,6 +58,8 @@ class PlanSettings:
     """Bytes of a fetch that only measures; at least one page."""
     trial_interval: float = 5.0
     """A store in use is measured all the time; one that is not, at most so often."""
+    max_trial_interval: float = 20.0
+    """The interval doubles up to this with every trial in a row that does not pay, from the second on."""
     useless: float = 10.0
     """A store is worth writing to until no request would have gained by it for so long."""
     trial_share: float = 0.02
@@ -178,6 +180,8 @@ class _StoreState:
     """Until when it is not waited for."""
     trial: FetchPlan | None = None
     next_trial: float = -math.inf
+    unpaid_trials: int = 0
+    """Trials in a row that did not pay."""
     useless: float | None = None
     """Since when no request had a page that is sooner fetched than computed, the latency left aside."""
 
@@ -381,14 +385,14 @@ class Planner:
                 self._spend(state, lost)
                 paid = lost <= 0
             else:
-                paid = not plan._unpaid
+                paid = plan._arrived > 0 and not plan._unpaid
                 honesty.trials += 1
                 state.trial = None
-                pause = max(self.settings.trial_interval, (now - plan.started) / self.settings.trial_share)
-                state.next_trial = now + pause
+                state.unpaid_trials = 0 if paid else min(state.unpaid_trials + 1, 16)
+                state.next_trial = now + self._trial_pause(state, now - plan.started)
             if plan._arrived:
                 if paid:
-                    state.failures = 0
+                    state.failures = state.unpaid_trials = 0
                     state.paused = -math.inf
                 elif plan.wait:
                     self._fail(state, now)
@@ -512,6 +516,12 @@ class Planner:
         if pages > plan._arrived and not plan._ended:
             state.queued -= (pages - plan._arrived) * self.page_bytes
             plan._arrived = pages
+
+    def _trial_pause(self, state: _StoreState, took: float) -> float:
+        """Until the next trial, after one that took so many seconds."""
+        settings = self.settings
+        interval = settings.trial_interval * 2.0 ** max(state.unpaid_trials - 1, 0)
+        return max(min(interval, settings.max_trial_interval), took / settings.trial_share)
 
     def _trial_due(self, store: str, now: float) -> bool:
         state = self._stores[store]

@@ -40,7 +40,7 @@ _CLOSE_S = 8.0
 class RemoteSettings:
     write_share: float = 0.5
     """Of the time that writes may be under way, above 0 and up to 1."""
-    slow_write_share: float = 0.05
+    slow_write_share: float = 0.02
     """The same while the stores are too slow to fetch from."""
     write_timeout: float = 5.0
     """Seconds for one call, 8 MB at most."""

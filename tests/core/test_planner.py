@@ -222,7 +222,7 @@ def test_a_slow_store_is_measured_again_now_and_then_and_nobody_waits() -> None:
 def test_the_longer_a_store_is_slow_the_less_it_is_measured() -> None:
     p = planner(20e6)
     trials: list[float] = []
-    for now in np.arange(0.0, 200.0, 0.05):
+    for now in np.arange(0.0, 200.0, 0.05).tolist():
         plan = p.plan_fetch("store", 0, 100, now)
         if not plan.pages:
             continue

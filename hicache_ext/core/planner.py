@@ -60,8 +60,11 @@ class PlanSettings:
     """A store in use is measured all the time; one that is not, at most so often."""
     max_trial_interval: float = 20.0
     """The interval doubles up to this with every trial in a row that does not pay, from the second on."""
-    useless: float = 10.0
-    """A store is worth writing to until no request would have gained by it for so long."""
+    write_gain: float = 2.0
+    """A page is worth writing if it takes so many times as long to compute as to fetch: fetched once, it has
+    won back what the write took."""
+    useless: float = 5.0
+    """A store that was worth writing to is so until no request has had such a page for so long."""
     trial_share: float = 0.02
     """Of the time that a store may be busy with such measurements."""
 
@@ -77,6 +80,7 @@ ALWAYS = PlanSettings(
     max_credit=1e9,
     pause=0.0,
     max_pause=0.0,
+    write_gain=0.0,
 )
 """Whatever a store has is fetched, and a request may lose seconds by that. For tests."""
 
@@ -183,7 +187,10 @@ class _StoreState:
     unpaid_trials: int = 0
     """Trials in a row that did not pay."""
     useless: float | None = None
-    """Since when no request had a page that is sooner fetched than computed, the latency left aside."""
+    """Since when no request had a page that is worth writing, the latency left aside; -inf if none ever
+    had."""
+    gained: bool = False
+    """Whether one had."""
 
 
 class Planner:
@@ -218,8 +225,13 @@ class Planner:
             best = self._best(rates, rate, start, pages, ahead, state.queued) if rate.known else 0
             if pages:
                 last = start + (pages - 1) * self.page_tokens
-                gains = self.page_bytes / rate.bandwidth < self._saved(rates, last, 1)
-                state.useless = None if gains or not rate.known else (state.useless or now)
+                fetch = self.page_bytes / rate.bandwidth
+                gains = self.settings.write_gain * fetch < self._saved(rates, last, 1)
+                if gains or not rate.known:
+                    state.useless = None
+                    state.gained = state.gained or rate.known
+                elif state.useless is None:
+                    state.useless = now if state.gained else -math.inf
             most = self._allowance(state, rates.recompute(start, best * self.page_tokens))
             left = max(ahead, most) - rate.latency
             if not best or now < state.paused or not self._affordable(rate, state.queued, left):
@@ -403,7 +415,7 @@ class Planner:
                 self.speeds.observed_nothing(plan.store, nbytes, now - plan.started, now)
 
     def useful(self, store: str, now: float) -> bool:
-        """Whether requests gain by what the store has; of a store of unknown speed that is assumed."""
+        """Whether pages are worth writing to the store; of a store of unknown speed that is assumed."""
         with self._lock:
             useless = self._stores[store].useless
             return useless is None or now - useless < self.settings.useless

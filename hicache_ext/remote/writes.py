@@ -57,8 +57,8 @@ class Writes:
         shares: tuple[float, float],
         timeout: float,
     ) -> None:
-        """``shares`` of the time spent in calls, above 0 and up to 1: of a store that is worth writing to, and
-        of one that is too slow for that; ``timeout`` of a call in seconds."""
+        """``shares`` of the time spent in calls, above 0 and up to 1: of a store that is worth writing to,
+        and of one that is too slow for that; ``timeout`` of a call in seconds."""
         self._context = context
         self._queue = queue
         self._fetches = fetches

@@ -80,7 +80,7 @@ ALWAYS = PlanSettings(
     max_credit=1e9,
     pause=0.0,
     max_pause=0.0,
-    write_gain=0.0,
+    write_gain=-math.inf,
 )
 """Whatever a store has is fetched, and a request may lose seconds by that. For tests."""
 

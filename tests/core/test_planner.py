@@ -382,6 +382,13 @@ def test_a_store_that_never_was_worth_writing_to_is_not_from_the_first_request_o
 
 
 @SLOW
+def test_where_everything_is_fetched_everything_is_written(bandwidth: float) -> None:
+    p = planner(bandwidth, settings=ALWAYS)
+    p.plan_lookup("store", 0, 592, 1.0)
+    assert p.useful("store", 100.0)
+
+
+@SLOW
 def test_a_store_is_not_worth_writing_to_once_no_request_has_gained_by_it_for_a_while(
     bandwidth: float,
 ) -> None:

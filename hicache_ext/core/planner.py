@@ -58,8 +58,13 @@ class PlanSettings:
     """Bytes of a fetch that only measures; at least one page."""
     trial_interval: float = 5.0
     """A store in use is measured all the time; one that is not, at most so often."""
-    useless: float = 10.0
-    """A store is worth writing to until no request would have gained by it for so long."""
+    max_trial_interval: float = 20.0
+    """The interval doubles up to this with every trial in a row that does not pay, from the second on."""
+    write_gain: float = 2.0
+    """A page is worth writing if it takes so many times as long to compute as to fetch: fetched once, it has
+    won back what the write took."""
+    useless: float = 5.0
+    """A store that was worth writing to is so until no request has had such a page for so long."""
     trial_share: float = 0.02
     """Of the time that a store may be busy with such measurements."""
 
@@ -75,6 +80,7 @@ ALWAYS = PlanSettings(
     max_credit=1e9,
     pause=0.0,
     max_pause=0.0,
+    write_gain=-math.inf,
 )
 """Whatever a store has is fetched, and a request may lose seconds by that. For tests."""
 
@@ -178,8 +184,13 @@ class _StoreState:
     """Until when it is not waited for."""
     trial: FetchPlan | None = None
     next_trial: float = -math.inf
+    unpaid_trials: int = 0
+    """Trials in a row that did not pay."""
     useless: float | None = None
-    """Since when no request had a page that is sooner fetched than computed, the latency left aside."""
+    """Since when no request had a page that is worth writing, the latency left aside; -inf if none ever
+    had."""
+    gained: bool = False
+    """Whether one had."""
 
 
 class Planner:
@@ -214,8 +225,13 @@ class Planner:
             best = self._best(rates, rate, start, pages, ahead, state.queued) if rate.known else 0
             if pages:
                 last = start + (pages - 1) * self.page_tokens
-                gains = self.page_bytes / rate.bandwidth < self._saved(rates, last, 1)
-                state.useless = None if gains or not rate.known else (state.useless or now)
+                fetch = self.page_bytes / rate.bandwidth
+                gains = self.settings.write_gain * fetch < self._saved(rates, last, 1)
+                if gains or not rate.known:
+                    state.useless = None
+                    state.gained = state.gained or rate.known
+                elif state.useless is None:
+                    state.useless = now if state.gained else -math.inf
             most = self._allowance(state, rates.recompute(start, best * self.page_tokens))
             left = max(ahead, most) - rate.latency
             if not best or now < state.paused or not self._affordable(rate, state.queued, left):
@@ -381,14 +397,14 @@ class Planner:
                 self._spend(state, lost)
                 paid = lost <= 0
             else:
-                paid = not plan._unpaid
+                paid = plan._arrived > 0 and not plan._unpaid
                 honesty.trials += 1
                 state.trial = None
-                pause = max(self.settings.trial_interval, (now - plan.started) / self.settings.trial_share)
-                state.next_trial = now + pause
+                state.unpaid_trials = 0 if paid else min(state.unpaid_trials + 1, 16)
+                state.next_trial = now + self._trial_pause(state, now - plan.started)
             if plan._arrived:
                 if paid:
-                    state.failures = 0
+                    state.failures = state.unpaid_trials = 0
                     state.paused = -math.inf
                 elif plan.wait:
                     self._fail(state, now)
@@ -399,7 +415,7 @@ class Planner:
                 self.speeds.observed_nothing(plan.store, nbytes, now - plan.started, now)
 
     def useful(self, store: str, now: float) -> bool:
-        """Whether requests gain by what the store has; of a store of unknown speed that is assumed."""
+        """Whether pages are worth writing to the store; of a store of unknown speed that is assumed."""
         with self._lock:
             useless = self._stores[store].useless
             return useless is None or now - useless < self.settings.useless
@@ -512,6 +528,12 @@ class Planner:
         if pages > plan._arrived and not plan._ended:
             state.queued -= (pages - plan._arrived) * self.page_bytes
             plan._arrived = pages
+
+    def _trial_pause(self, state: _StoreState, took: float) -> float:
+        """Until the next trial, after one that took so many seconds."""
+        settings = self.settings
+        interval = settings.trial_interval * 2.0 ** max(state.unpaid_trials - 1, 0)
+        return max(min(interval, settings.max_trial_interval), took / settings.trial_share)
 
     def _trial_due(self, store: str, now: float) -> bool:
         state = self._stores[store]

@@ -197,8 +197,10 @@ class RemoteTier:
         return max(min(fetch.stop, fetch.rids[rid].shared) - max(fetch.pos, fetch.start), 0)
 
     def fetching(self) -> bool:
-        """Whether any request waits."""
-        return bool(self._fetches)
+        """Whether a request waits for what a thread of this rank still has to find or to fetch; may differ
+        between ranks."""
+        lookups, arrivals = self.remote.lookups.done(), self.remote.arrivals.done()
+        return bool(self._fetches) and (lookups < self._lookup_seq or arrivals < self._window_seq)
 
     def forget(self, rid: str) -> None:
         """The request no longer waits; unknown ids are ignored."""

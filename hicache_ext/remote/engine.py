@@ -40,8 +40,8 @@ _CLOSE_S = 8.0
 class RemoteSettings:
     write_share: float = 0.5
     """Of the time that writes may be under way, above 0 and up to 1."""
-    slow_write_share: float = 0.05
-    """The same while the stores are too slow to fetch from."""
+    slow_write_share: float = 0.01
+    """The same while the stores are too slow for that to pay."""
     write_timeout: float = 5.0
     """Seconds for one call, 8 MB at most."""
     epoch_interval: float = 1.0

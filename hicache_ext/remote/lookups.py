@@ -197,7 +197,11 @@ class Lookups:
         """The identities of the leading pages that are there, and whether a store answered."""
         context, query = self._context, lookup.query
         parent, found, answered = query.parent, [_NONE], True
-        for part in _growing(len(query.tokens) // self._page_size, query.skip):
+        count = len(query.tokens) // self._page_size
+        if not waits:
+            # No more than a trial can make use of.
+            count = min(count, query.skip + self._trials.most)
+        for part in _growing(count, query.skip):
             if (waits and lookup.answer.given) or time.monotonic() >= until:
                 break
             tokens = query.tokens[part.start * self._page_size : part.stop * self._page_size]

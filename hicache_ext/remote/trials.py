@@ -33,6 +33,11 @@ class Trials:
         self._free = threading.Lock()
         self._pool = Workers("remote trial", 1)
 
+    @property
+    def most(self) -> int:
+        """Pages of a trial at most."""
+        return len(self._pages)
+
     def start(self, plan: FetchPlan, labels: Labels) -> None:
         """Fetch the pages of a plan, as far as there is room; ends the plan."""
         pages = self._pages[: len(labels)]

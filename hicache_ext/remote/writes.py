@@ -26,6 +26,8 @@ from hicache_ext.stores.workers import Job, Workers
 logger = logging.getLogger(__name__)
 
 _CALL_BYTES = 8 << 20
+_SLOW_CALL_BYTES = 1 << 20
+"""Of a store that is too slow: a call may keep a core from a prefill as long as it lasts."""
 _PATIENCE_S = 1.0
 """How long a call waits for fetches to end."""
 _LOOK_S = 0.005
@@ -55,7 +57,7 @@ class Writes:
         shares: tuple[float, float],
         timeout: float,
     ) -> None:
-        """``shares`` of the time spent in calls, above 0 and up to 1: of a store that is worth fetching from,
+        """``shares`` of the time spent in calls, above 0 and up to 1: of a store that is worth writing to,
         and of one that is too slow for that; ``timeout`` of a call in seconds."""
         self._context = context
         self._queue = queue
@@ -95,8 +97,8 @@ class Writes:
 
     def _run(self, write: _Write, jobs: list[Job[None]]) -> None:
         try:
-            size = _CALL_BYTES // self._context.rows.page_bytes
-            for part in parts(len(write.pages), size):
+            nbytes = _CALL_BYTES if self._useful() else _SLOW_CALL_BYTES
+            for part in parts(len(write.pages), nbytes // self._context.rows.page_bytes):
                 self._give_way()
                 if self._closed.is_set():
                     return
@@ -150,5 +152,7 @@ class Writes:
 
     def _rest(self) -> float:
         """How long to rest after a call, in units of the call."""
-        useful = self._context.planner.useful(STORE, time.monotonic())
-        return self._rests[0 if useful else 1]
+        return self._rests[0 if self._useful() else 1]
+
+    def _useful(self) -> bool:
+        return self._context.planner.useful(STORE, time.monotonic())

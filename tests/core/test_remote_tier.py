@@ -830,6 +830,28 @@ def test_kind_request_gone_state_stays_below_a_damaged_page() -> None:
     assert use(rig, tokens) == 6
 
 
+def test_only_what_a_thread_still_has_to_do_is_waited_for() -> None:
+    """The scheduler sleeps between its steps as long as ``fetching`` says so."""
+    rig = server(stocked(LONG), window=3)
+    rig.cache.want("a", SCOPE, LONG)
+    assert rig.cache.waits("a") and rig.cache.fetching()
+    rig.remote.run_lookup()
+    assert rig.cache.waits("a") and not rig.cache.fetching()
+    tick(rig)
+    for _ in range(2):
+        assert rig.cache.waits("a") and rig.cache.fetching()
+        rig.remote.run_fetch()
+        assert rig.cache.waits("a") and not rig.cache.fetching()
+        tick(rig)
+        # It lets go of its pages, for which nobody waits.
+        rig.remote.run_fetch()
+    assert not rig.cache.waits("a") and not rig.cache.fetching()
+    settle(rig)
+    assert use(rig, LONG) == 6
+    rig.cache.unwant("a")
+    assert_nothing_left(rig)
+
+
 # Detached stores
 
 

@@ -150,7 +150,7 @@ def test_the_real_planner(rig_of: MakeRig) -> None:
     rig.engine.end(seq)
     assert rig.holds(range(20, 29), labels)
     honesty = planner.honesty()
-    assert (honesty.whole, honesty.abandoned, honesty.pages_arrived) == (1, 1, 9 + 3)
+    assert (honesty.whole, honesty.abandoned, honesty.pages_arrived) == (2, 0, 9 + 3)
 
 
 def test_a_page_that_is_there_counts_as_written(rig_of: MakeRig) -> None:
@@ -226,6 +226,37 @@ def test_a_slow_store_is_measured_by_one_page(rig_of: MakeRig, seconds: float, p
     rig.engine.end(seq)
     assert rig.engine.stats().trial_pages == pages
     assert planner.useful(STORE, time.monotonic())
+
+
+class CountingLookups(Around):
+    """Pages that it was asked for, a number a call."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedMemoryStore())
+        self.asked: list[int] = []
+
+    def exists(self, keys: Sequence[Key], deadline: float) -> Outcome:
+        if keys[0].group != MARK_GROUP:
+            self.asked.append(len(keys) // GROUPS)
+        return super().exists(keys, deadline)
+
+
+@pytest.mark.parametrize("pages", [2, 60])
+def test_a_lookup_that_nobody_waits_for_asks_for_no_more_than_a_trial_reads(
+    rig_of: MakeRig, pages: int
+) -> None:
+    store = CountingLookups()
+    planner = EagerPlanner(lookup_s=0.0)
+    planner.wait = False
+    rig = rig_of(store, planner=planner)
+    tokens = prompt(*range(pages))
+    rig.store(tokens[: 10 * PAGE])
+    seq, found = rig.found(tokens)
+    assert found == 0
+    assert eventually(lambda: bool(planner.plans) and planner.plans[-1].ended is not None)
+    scratch = len(rig.pool.buffer) - rig.pool.pages - 1
+    assert store.asked == [planner.plans[-1].pages] == [min(pages, scratch)]
+    rig.engine.end(seq)
 
 
 @pytest.mark.parametrize("integrity", list(Integrity))

@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 
+import pytest
+
+from hicache_ext.remote import writes
 from hicache_ext.remote.engine import RemoteSettings
 from hicache_ext.stores.base import Key, Outcome, Rows
 from tests.remote.conftest import MakeRig
 from tests.remote.moody import Around, Stuck
-from tests.remote.rig import GROUPS, SharedMemoryStore, eventually, labels_of, prompt, result
+from tests.remote.rig import GROUPS, SharedMemoryStore, eventually, labels_of, layout_of, prompt, result
 
 
 class Timed(Around):
@@ -116,3 +119,18 @@ def test_a_store_too_slow_to_fetch_from_is_written_to_seldom(rig_of: MakeRig) ->
     assert after - end >= 9 * (end - begin)
     rig.planner.worth = True
     assert result(rig.engine.written, rig.write([2], labels[2:])) == 1
+
+
+@pytest.mark.parametrize(("worth", "calls"), [(True, 1), (False, 3)])
+def test_a_store_too_slow_to_fetch_from_is_written_to_in_short_calls(
+    rig_of: MakeRig, monkeypatch: pytest.MonkeyPatch, worth: bool, calls: int
+) -> None:
+    monkeypatch.setattr(writes, "_SLOW_CALL_BYTES", 2 * layout_of().page_bytes)
+    store = Timed()
+    rig = rig_of(store, settings=RemoteSettings(probe=False, write_share=1.0, slow_write_share=1.0))
+    rig.planner.worth = worth
+    labels = labels_of(prompt(*range(5)))
+    rig.compute(labels, range(5))
+    before = len(store.times)
+    assert result(rig.engine.written, rig.write(range(5), labels)) == 5
+    assert len(store.times) - before == calls

@@ -392,16 +392,18 @@ class TieredCache:
             self.device.free(*runs)
         return freed
 
-    def evict_host(self, pages: int, *, leaving: bool = False) -> int:
+    def evict_host(self, pages: int, *, leaving: bool = False, copies_only: bool = False) -> int:
         """Free at least ``pages`` host pages if possible; returns how many were freed.
 
-        ``leaving``: the room is for what the device is about to lose, so copies of what stays there go first.
+        Copies of what is in use on the device go first. ``leaving``: the room is for what the device is about
+        to lose, so copies of what stays there go next. ``copies_only``: nothing else goes.
         """
         freed = 0
         step = max(self.config.evict_granule // self.config.page_size, 1)
         while freed < pages:
             node = self.tree.in_use.pop() or (self.tree.duplicates.pop() if leaving else None)
-            node = node or self.tree.candidates[Tier.HOST].pop()
+            if node is None and not copies_only:
+                node = self.tree.candidates[Tier.HOST].pop()
             if node is None:
                 break
             self.tree.candidates[Tier.HOST].discard(node)
@@ -434,7 +436,7 @@ class TieredCache:
                 if crowded and node.uses:
                     # It stays where it is as long as it is in use; then its turn comes again.
                     continue
-                if crowded and self._can_wait([node, *self._dirty, *self.tree.uncovered]):
+                if crowded and self._can_wait(node):
                     node.backup_queued = self._deferred = True
                     self._dirty.appendleft(node)
                     break
@@ -612,34 +614,40 @@ class TieredCache:
     def _cover(self, *, force: int = 0) -> None:
         """See to what was in use on the device without a host copy below it, while its continuation is on the
         host: once the host has room for it, or the device needs its room, it is copied down, whatever else
-        must leave the host. Where there is no room at all, the continuation goes."""
+        must leave the host. Where there is no room at all, the continuation goes. ``force``: device tokens
+        that are needed."""
         waiting, self.tree.uncovered = self.tree.uncovered, []
         nodes: list[Node] = []
         for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
             sound = node.doubt is Doubt.NONE
-            if sound and force <= 0 and self._crowded(node):
-                twice = len(self.tree.in_use) or len(self.tree.duplicates)
-                if not twice or self._at_ease(waiting[number:]):
-                    self.tree.uncovered += waiting[number:]
-                    break
+            crowded = sound and force <= 0 and self._crowded(node)
+            if crowded and (self._at_ease(waiting[number:]) or self._crowded_by_others(node, leaving=True)):
+                self.tree.uncovered += waiting[number:]
+                break
             if sound:
                 force -= self._stuck([node])
-                nodes += self._reserve_host(node, admit=True)
+                nodes += self._reserve_host(node, admit=True, leaving=True)
             if node.host is ABSENT:
                 for member in reversed(list(self.tree.subtree(node))[1:]):
                     if member.host is READY:
                         self._drop_host(member)
         self._submit_backup(nodes)
 
-    def _can_wait(self, waiting: list[Node]) -> bool:
-        """Whether new pages may go without a copy as long as the device has room for them, so that nothing
-        leaves the host for them."""
-        if self.remote is None and len(self.tree.duplicates) and not len(self.tree.in_use):
-            # Evicting them will cost others a copy, not their life. Stores would get them late.
+    def _can_wait(self, node: Node) -> bool:
+        """Whether new pages, for which a full host has no room, may go without a copy for now: as long as the
+        device has room for them, or something else could give up its copy when it has none."""
+        if self._at_ease([node, *self._dirty, *self.tree.uncovered]):
             return True
-        return self._at_ease(waiting)
+        # Stores would get them late.
+        return self._crowded_by_others(node) and self.remote is None and len(self.tree.duplicates) > 0
+
+    def _crowded_by_others(self, node: Node, *, leaving: bool = False) -> bool:
+        """Whether the host has no room for ``node``, when copies of what stays on the device have left it."""
+        count = sum(map(len, self._missing(node))) // self.config.page_size
+        self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
+        return count > self.host_pages.free
 
     def _at_ease(self, waiting: list[Node]) -> bool:
         """Whether the device could free enough for what may come, without ``waiting``."""
@@ -689,13 +697,13 @@ class TieredCache:
                     member = self.tree.split(member, limit)
                 limit -= len(member)
             count = len(member) // self.config.page_size
+            self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
             pages = self.host_pages.alloc(count)
-            admit = admit or len(self.tree.in_use) > 0 or (leaving and len(self.tree.duplicates) > 0)
             if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
                 self.stats.backup_refused += len(member)
                 break
             if pages is None:
-                self.evict_host(count - self.host_pages.free, leaving=leaving or admit)
+                self.evict_host(count - self.host_pages.free)
                 pages = self.host_pages.alloc(count)
             if pages is None:
                 self.stats.backup_declined += len(member)

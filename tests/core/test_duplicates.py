@@ -202,6 +202,26 @@ def test_an_eviction_waits_for_the_first_of_many_copies_only(monkeypatch: pytest
     assert rig.cache.stats.evict_waits == 1 and len(rig.transfers.backup_jobs) == 2
 
 
+def test_copies_that_do_not_suffice_cost_nothing_its_only_copy() -> None:
+    """New pages, of which the device has room for more, wait; the copies that left the host for them did."""
+    rig = make_rig(device_pages=12, host_pages=5)
+    to_host(rig, A)
+    to_host(rig, B)
+    put(rig, D[:PAGE])
+    settle(rig)
+    on_both(rig, B)
+    use_later(rig, B)
+    held = node_at(rig, D[:PAGE])
+    rig.cache.lock(held)
+    put(rig, C)
+    settle(rig)
+    assert [found(rig, tokens) for tokens in (A, B, C, D)] == [len(A), len(B), len(C), PAGE]
+    assert node_at(rig, C).host is ABSENT and held.host is ABSENT
+    rig.cache.unlock(held)
+    rig.cache.evict(len(B))
+    assert [found(rig, tokens) for tokens in (A, B, C, D)] == [len(A), len(B), len(C), PAGE]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", NAMES)

@@ -654,7 +654,7 @@ class TieredCache:
 
     @contextmanager
     def _kept_above(self, chain: list[Node]) -> Iterator[None]:
-        """A copy of ``chain`` is of no use without the host pages above it: they survive making room for it."""
+        """A copy of ``chain`` is of no use without the host pages above it: they survive making room."""
         above = chain[0].parent if chain else None
         if above is None or above.parent is None:
             yield

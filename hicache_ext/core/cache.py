@@ -21,7 +21,8 @@ already holds them (``Node.doubt``) must compute again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
@@ -645,9 +646,22 @@ class TieredCache:
 
     def _crowded_by_others(self, node: Node, *, leaving: bool = False) -> bool:
         """Whether the host has no room for ``node``, when copies of what stays on the device have left it."""
-        count = sum(map(len, self._missing(node))) // self.config.page_size
-        self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
+        chain = self._missing(node)
+        count = sum(map(len, chain)) // self.config.page_size
+        with self._kept_above(chain):
+            self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
         return count > self.host_pages.free
+
+    @contextmanager
+    def _kept_above(self, chain: list[Node]) -> Iterator[None]:
+        """A copy of ``chain`` is of no use without the host pages above it: they survive making room."""
+        above = chain[0].parent if chain else None
+        if above is None or above.parent is None:
+            yield
+            return
+        self.tree.lock(above, Tier.HOST, above.parent)
+        yield
+        self.tree.unlock(above, Tier.HOST, above.parent)
 
     def _at_ease(self, waiting: list[Node]) -> bool:
         """Whether the device could free enough for what may come, without ``waiting``."""
@@ -685,33 +699,28 @@ class TieredCache:
         """
         chain = self._missing(node)
         reserved: list[Node] = []
-        # The copy is of no use without the pages above it: they must survive making room for it.
-        above = chain[0].parent if chain else None
-        if above is not None and above.parent is not None:
-            self.tree.lock(above, Tier.HOST, above.parent)
-        for member in chain:
-            if limit is not None:
-                if limit == 0:
-                    break
-                if len(member) > limit:
-                    member = self.tree.split(member, limit)
-                limit -= len(member)
-            count = len(member) // self.config.page_size
-            self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
-            pages = self.host_pages.alloc(count)
-            if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
-                self.stats.backup_refused += len(member)
-                break
-            if pages is None:
-                self.evict_host(count - self.host_pages.free)
+        with self._kept_above(chain):
+            for member in chain:
+                if limit is not None:
+                    if limit == 0:
+                        break
+                    if len(member) > limit:
+                        member = self.tree.split(member, limit)
+                    limit -= len(member)
+                count = len(member) // self.config.page_size
+                self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
                 pages = self.host_pages.alloc(count)
-            if pages is None:
-                self.stats.backup_declined += len(member)
-                break
-            self.tree.set_host(member, PENDING, pages)
-            reserved.append(member)
-        if above is not None and above.parent is not None:
-            self.tree.unlock(above, Tier.HOST, above.parent)
+                if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
+                    self.stats.backup_refused += len(member)
+                    break
+                if pages is None:
+                    self.evict_host(count - self.host_pages.free)
+                    pages = self.host_pages.alloc(count)
+                if pages is None:
+                    self.stats.backup_declined += len(member)
+                    break
+                self.tree.set_host(member, PENDING, pages)
+                reserved.append(member)
         return reserved
 
     def _submit_backup(self, nodes: list[Node]) -> None:

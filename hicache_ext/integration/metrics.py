@@ -83,7 +83,7 @@ class Metrics:
             self._store_held = gauge("store_held_rows", "Rows that a late transfer may touch.", "store")
             self._plans = counter("plans", "Fetches that were planned, by what became of them.", "result")
             self._plan_seconds = counter("plan_seconds", "Seconds of fetches.", "kind")
-        self._waits = counter("evict_waits", "Evictions that waited for copies in flight.")
+        self._waits = counter("evict_waits", "Copies in flight that evictions have waited for.")
         self._ticks = counter("ticks", "Scheduler steps.")
         self._tick_seconds = counter("tick_seconds", "Time spent in ticks.")
         self._pages = gauge("pages", "Pages held by a tier.", "tier")

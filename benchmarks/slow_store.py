@@ -218,7 +218,7 @@ class Run:
         (attach if attached else detach)(self._server)
         self._attached = attached
         # What reached the host without the stores is offered to them when they are attached.
-        nudge(self._server)
+        wait_until("the server is idle", self._idle, step=0.01)
 
     def _lost(self) -> float:
         wait_until("the server is idle", self._idle, step=0.01)

@@ -672,8 +672,10 @@ class TieredCache:
         return free + evictable - self._stuck(waiting) >= self.config.ease * total
 
     def _to_be_copied(self, node: Node) -> bool:
-        """Whether a copy of ``node`` has not started yet, and is soon made, with what it lacks above."""
-        if not node.backup_queued or node.host is not ABSENT or node.doubt is not Doubt.NONE:
+        """Whether ``node`` should have a copy before it leaves the device, and that is soon made, with what it
+        lacks above."""
+        lost = node.host is ABSENT and node.doubt is Doubt.NONE
+        if self.config.write_policy is not WritePolicy.WRITE_THROUGH or not lost:
             return False
         return sum(map(len, self._missing(node))) <= MOST_COPIED
 
@@ -697,7 +699,7 @@ class TieredCache:
         At most ``limit`` tokens, a multiple of the page size: a longer run is cut. With ``admit`` the policy
         is not asked. ``leaving``: the device is about to lose ``node``.
         """
-        chain = self._missing(node)
+        chain, policy = self._missing(node), self.tree.policy
         reserved: list[Node] = []
         with self._kept_above(chain):
             for member in chain:
@@ -710,7 +712,7 @@ class TieredCache:
                 count = len(member) // self.config.page_size
                 self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
                 pages = self.host_pages.alloc(count)
-                if pages is None and not admit and not self.tree.policy.admit(member, Tier.HOST):
+                if pages is None and not (admit or policy.admit(member, Tier.HOST, leaving=leaving)):
                     self.stats.backup_refused += len(member)
                     break
                 if pages is None:

@@ -81,8 +81,11 @@ class EvictionPolicy:
     def forget(self, node: Node) -> None:
         """``node`` is resident nowhere and about to leave the tree; its parent link still holds."""
 
-    def admit(self, node: Node, tier: Tier) -> bool:
-        """Whether a copy of ``node`` may take room in ``tier``, which has no room to spare."""
+    def admit(self, node: Node, tier: Tier, *, leaving: bool = False) -> bool:
+        """Whether a copy of ``node`` may take room in ``tier``, which has no room to spare.
+
+        ``leaving``: the device is about to lose the node.
+        """
         return True
 
     def worth_storing(self, node: Node) -> bool:

@@ -257,12 +257,14 @@ class Cost(EvictionPolicy):
             node.state = Use(Visit(self.reuse.now, end=end), 0, end, len(node))
         return node.state
 
-    def admit(self, node: Node, tier: Tier) -> bool:
+    def admit(self, node: Node, tier: Tier, *, leaving: bool = False) -> bool:
         index = self._indexes[tier]
         weakest = index.peek()
         if weakest is None:
             return True
         mine = self.rank(node, self.key(node, tier))
+        if leaving:
+            mine /= SAFE_ON_DEVICE
         return mine > self.rank(weakest, self.key(weakest, tier))
 
     def worth_storing(self, node: Node) -> bool:

@@ -16,6 +16,7 @@ from hicache_ext.core.policy.cost import Cost, CostIndex
 from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import NAMES, make_policy
 from hicache_ext.core.residency import Tier
+from hicache_ext.core.tree import Node
 
 COSTS = CostModel()
 
@@ -168,6 +169,33 @@ def test_cost_prefers_to_lose_what_the_host_has() -> None:
     assert server.cache.evict(2) == 2
     assert server.cached(1, 2) == 0 and server.cached(3, 4) == 2
     assert server.serve(1, 2) == 2
+
+
+def test_cost_admits_what_leaves_the_device_at_its_full_price() -> None:
+    server = Server("cost", 8, 2)
+    server.serve(1, 2)
+    (node,) = server.cache.tree.walk()
+    server.policy.rank = lambda node, key: 1.0  # type: ignore[attr-defined]
+    assert not server.policy.admit(node, Tier.HOST)
+    assert server.policy.admit(node, Tier.HOST, leaving=True)
+
+
+def test_what_was_refused_while_it_stayed_on_the_device_is_asked_about_again_when_it_leaves() -> None:
+    server = Server("cost", 4, 2)
+    asked: list[bool] = []
+
+    def admit(node: Node, tier: Tier, *, leaving: bool = False) -> bool:
+        asked.append(leaving)
+        return leaving
+
+    server.serve(1, 2)
+    server.cache.evict(4)
+    server.policy.admit = admit  # type: ignore[method-assign]
+    server.serve(3, 4)
+    assert asked == [False] and server.cache.stats.backup_refused == 2
+    assert server.cache.evict(2) == 2 and True in asked
+    assert server.cache.match(SCOPE, np.array([3, 4]), touch=False).host_len == 2
+    assert server.cache.stats.evicted_lost == 0
 
 
 def test_cost_passes_over_the_rest_of_a_prompt_as_soon_as_only_its_beginning_is_used() -> None:

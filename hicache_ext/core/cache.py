@@ -672,8 +672,7 @@ class TieredCache:
         return free + evictable - self._stuck(waiting) >= self.config.ease * total
 
     def _to_be_copied(self, node: Node) -> bool:
-        """Whether ``node`` should have a copy before it leaves the device, and that is soon made, with all that
-        lacks one above."""
+        """Whether ``node`` should have a copy before it leaves the device, and that is soon made."""
         lost = node.host is ABSENT and node.doubt is Doubt.NONE
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH or not lost:
             return False

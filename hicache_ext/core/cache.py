@@ -407,7 +407,6 @@ class TieredCache:
                 node = self.tree.candidates[Tier.HOST].pop()
             if node is None:
                 break
-            self.tree.candidates[Tier.HOST].discard(node)
             node = self._tail(node, max(pages - freed, step) * self.config.page_size, Tier.HOST)
             freed += len(node) // self.config.page_size
             self._drop_host(node)
@@ -608,9 +607,16 @@ class TieredCache:
         """The end of the path to ``node`` that the host lacks, top down."""
         return list(takewhile(lambda n: n.host is ABSENT, self.tree.path(node)))[::-1]
 
+    def _lacks(self, node: Node) -> int:
+        """Tokens at the end of the path to ``node`` that the host lacks."""
+        above: Node | None = node
+        while above is not None and above.host is ABSENT:
+            above = above.parent
+        return node.start + len(node) - (0 if above is None else above.start + len(above))
+
     def _crowded(self, node: Node) -> bool:
         """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
-        return sum(map(len, self._missing(node))) > self.host_pages.free * self.config.page_size
+        return self._lacks(node) > self.host_pages.free * self.config.page_size
 
     def _cover(self, *, force: int = 0) -> None:
         """See to what was in use on the device without a host copy below it, while its continuation is on the
@@ -646,9 +652,8 @@ class TieredCache:
 
     def _crowded_by_others(self, node: Node, *, leaving: bool = False) -> bool:
         """Whether the host has no room for ``node``, when copies of what stays on the device have left it."""
-        chain = self._missing(node)
-        count = sum(map(len, chain)) // self.config.page_size
-        with self._kept_above(chain):
+        count = self._lacks(node) // self.config.page_size
+        with self._kept_above(self._missing(node)):
             self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
         return count > self.host_pages.free
 
@@ -676,7 +681,7 @@ class TieredCache:
         lost = node.host is ABSENT and node.doubt is Doubt.NONE
         if self.config.write_policy is not WritePolicy.WRITE_THROUGH or not lost:
             return False
-        return sum(map(len, self._missing(node))) <= MOST_COPIED
+        return self._lacks(node) <= MOST_COPIED
 
     def _stuck(self, waiting: list[Node]) -> int:
         """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""

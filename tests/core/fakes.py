@@ -474,6 +474,12 @@ def device_len(rig: Rig, tokens: np.ndarray, scope: PrefixScope | None = None) -
     return rig.cache.match(scope or PrefixScope(), tokens, touch=False).device_len
 
 
+def found(rig: Rig, tokens: np.ndarray) -> int:
+    """Tokens of the match on either tier, found without touching them."""
+    match = rig.cache.match(PrefixScope(), tokens, touch=False)
+    return match.device_len + match.host_len
+
+
 def to_host(rig: Rig, tokens: np.ndarray) -> None:
     """Compute ``tokens``, back them up, and evict all of the device."""
     put(rig, tokens)

@@ -11,17 +11,23 @@ from hicache_ext.core.policy.costs import CostModel
 from hicache_ext.core.policy.make import NAMES, make_policy
 from hicache_ext.core.residency import Residency
 from hicache_ext.core.tree import Node
-from tests.core.fakes import Rig, assert_idle, device_len, make_rig, node_at, prompt, put, settle, to_host
+from tests.core.fakes import (
+    Rig,
+    assert_idle,
+    device_len,
+    found,
+    make_rig,
+    node_at,
+    prompt,
+    put,
+    settle,
+    to_host,
+)
 
 ABSENT, PENDING, READY = Residency.ABSENT, Residency.PENDING, Residency.READY
 PAGE = 4
 SCOPE = PrefixScope()
 A, B, C, D = (prompt(PAGE, n, n + 1) for n in (10, 20, 30, 40))
-
-
-def found(rig: Rig, tokens: np.ndarray) -> int:
-    match = rig.cache.match(SCOPE, tokens, touch=False)
-    return match.device_len + match.host_len
 
 
 def on_both(rig: Rig, tokens: np.ndarray) -> Node:

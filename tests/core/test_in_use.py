@@ -18,6 +18,7 @@ from tests.core.fakes import (
     assert_idle,
     content,
     device_len,
+    found,
     kv_of,
     make_rig,
     node_at,
@@ -59,11 +60,6 @@ def waiting_for_room() -> tuple[Rig, Node]:
     rig.cache.config = replace(rig.cache.config, ease=0.5)
     rig.cache.unlock(node)
     return rig, node
-
-
-def found(rig: Rig, tokens: np.ndarray) -> int:
-    match = rig.cache.match(SCOPE, tokens, touch=False)
-    return match.device_len + match.host_len
 
 
 def test_the_copy_of_what_is_in_use_leaves_a_full_host_before_what_continues_it() -> None:

@@ -385,7 +385,7 @@ def test_random_lives_keep_every_invariant(lives: int) -> None:
     assert CacheMachine.loads_seen >= lives, "the walk hardly ever loads from the host"
     # Few walks may happen to see none of these.
     if lives > 100:
-        assert CacheMachine.fetched_seen >= lives // 3, "the walk hardly ever fetches from the store"
+        assert CacheMachine.fetched_seen >= lives // 2, "the walk hardly ever fetches from the store"
         assert CacheMachine.refusals_seen >= 10, "the walk hardly ever meets a damaged page"
         assert CacheMachine.updates_seen >= 10, "the weights hardly ever change"
         assert CacheMachine.detached_seen >= 10, "the stores are hardly ever detached"

@@ -9,6 +9,7 @@ Without --model-path the servers run random weights of a known shape, which need
 `hicache`; the others run on a CPU too, with small settings.
 
     python -m benchmarks.four_way --output four-way.json --plot four-way.png
+    python -m benchmarks.four_way --show four-way.json
     python -m benchmarks.four_way --shape tiny --servers small ext large --pool 4096 --large-pool 40000 \\
         --host-gb 0.2 --sessions 8 --first 400 --turn 100
 
@@ -37,6 +38,7 @@ from rich.table import Table
 
 from benchmarks.multiturn_client import ServerError
 from benchmarks.multiturn_stats import Record, equal_answers, equal_to_first_pass, summarize
+from benchmarks.request_time import request_time
 from benchmarks.server import ServerFailed, serve
 from benchmarks.token_load import Load, check_exactness, run_load
 from hicache_ext.core.model_kv import from_config, read_config
@@ -62,6 +64,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 VOCABULARY = 32000
+FORMAT = "hicache-ext/four-way/1"
 SERVERS = ("small", "hicache", "ext", "large")
 TITLES = {
     "small": "small pool",
@@ -121,6 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("results")
     group.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the table")
+    group.add_argument(
+        "--show", type=Path, metavar="FILE", help="start no server; print and draw what --output wrote before"
+    )
     group.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' logs there")
     return parser
 
@@ -297,6 +303,28 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     return out
 
 
+def time_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Where the time of a request goes, of all rounds; the columns add up to the last one."""
+    out = Table(title="where a request's time goes, ms (all rounds)")
+    for name in ("server", "pass", "TTFT", "steps", "of", "interruptions", "of", "in all"):
+        out.add_column(name, justify="left" if name == "server" else "right")
+    for result in results:
+        for i in range(len(result["passes"])):
+            found = request_time([r for r in result["records"] if r.pass_ == i + 1])
+            if found is not None:
+                out.add_row(
+                    TITLES[result["name"]] if i == 0 else "",
+                    str(i + 1),
+                    f"{found.ttft_s * 1e3:.0f}",
+                    f"{found.steps:.1f}",
+                    f"{found.step_s * 1e3:.2f}",
+                    f"{found.interruptions:.2f}",
+                    f"{found.interruption_s * 1e3:.1f}",
+                    f"{found.total_s * 1e3:.0f}",
+                )
+    return out
+
+
 def _show(value: float | None, scale: float, spec: str) -> str:
     return "-" if value is None else format(value * scale, spec)
 
@@ -337,11 +365,10 @@ def plot(path: Path, results: Sequence[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def report(
-    results: Sequence[dict[str, Any]], options: argparse.Namespace, load: Load, console: Console
-) -> None:
+def report(results: Sequence[dict[str, Any]], options: argparse.Namespace, console: Console) -> None:
     """Print the table and write the files."""
     console.print(table(results))
+    console.print(time_table(results))
     base = results[-1]
     for result in results:
         equal, asked = result["equal_to_first_pass"] or (0, 0)
@@ -364,7 +391,7 @@ def write_json(
     path: Path, results: Sequence[dict[str, Any]], options: argparse.Namespace, load: Load
 ) -> None:
     document = {
-        "format": "hicache-ext/four-way/1",
+        "format": FORMAT,
         "sglang": version("sglang"),
         "load": asdict(load),
         "host_gb": options.host_gb,
@@ -373,9 +400,30 @@ def write_json(
     path.write_text(json.dumps(document))
 
 
+def read_json(path: Path) -> list[dict[str, Any]]:
+    """What ``write_json`` wrote.
+
+    Raises:
+        ValueError: it is not that; the message says why.
+    """
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"not a result of four_way ({FORMAT})")
+    results = document["results"]
+    return [r | {"records": [Record(**record) for record in r["records"]]} for r in results]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     console = Console(stderr=False)
+    if options.show is not None:
+        try:
+            results = read_json(options.show)
+        except (OSError, ValueError) as error:
+            console.print(f"four_way: {options.show}: {error}", markup=False, soft_wrap=True)
+            return 2
+        report(results, options, console)
+        return 0
     names = {f: f for f in Load.__dataclass_fields__} | {"output": "output_tokens"}
     names.pop("vocabulary")
     load = Load(vocabulary=VOCABULARY, **{field: getattr(options, name) for field, name in names.items()})
@@ -386,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None and not path.parent.is_dir():
             console.print(f"four_way: there is no folder {path.parent} for {path.name}")
             return 2
-    results: list[dict[str, Any]] = []
+    results = []
     code = 0
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model_path or Path(scratch)
@@ -406,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print("four_way: interrupted; what was measured follows")
             code = 130
     if results:
-        report(results, options, load, console)
+        report(results, options, console)
     if not code and any(one["failed"] for result in results for one in result["passes"]):
         code = 1
     return code

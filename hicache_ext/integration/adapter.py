@@ -43,6 +43,7 @@ from hicache_ext.integration.recompute import Recompute, outstanding_batches
 from hicache_ext.integration.release import rank_labels
 from hicache_ext.integration.settings import Settings
 from hicache_ext.integration.speeds import LoadClock, PrefillClock, Stores
+from hicache_ext.integration.warm_up import freeze_startup_objects
 from hicache_ext.transfer.engine import Engine
 from hicache_ext.transfer.host_pool import HostPagePool
 from hicache_ext.transfer.layers import LayerCounter
@@ -298,6 +299,7 @@ class HicacheExtCache(BasePrefixCache):
             # An idle scheduler spins, and would keep Python from the threads that it waits for.
             time.sleep(_YIELD_S)
         self._worked = False
+        freeze_startup_objects()
         start = time.perf_counter()
         self._prefills.step()
         self._loads.step()

@@ -1,0 +1,49 @@
+"""A closed loop of clients whose sessions fit in host and device together: nothing may be lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.closed_loop import Machine, Request, Server, Sessions, play
+
+LOAD = Sessions()
+CLIENTS = [
+    Machine(latency=latency, spread=spread, jitter=jitter)
+    for latency in (0.008, 0.014)
+    for spread, jitter in ((0.0004, 0.001), (0.0008, 0.003), (0.0015, 0.008))
+]
+SLOW_BUS = [
+    Machine(latency=0.004, spread=0.0008, jitter=0.003, to_device=25e9, to_host=25e9),
+    Machine(latency=0.03, spread=0.0002, jitter=0.0005, to_device=25e9, to_host=45e9, launch=0.04),
+]
+
+
+def cached_shares(done: list[Request]) -> list[float]:
+    """Of each pass, of the rounds from the second."""
+    later = [r for r in done if r.round > 0]
+    return [
+        sum(r.cached for r in later if r.pass_ == n) / sum(len(r.tokens) for r in later if r.pass_ == n)
+        for n in range(LOAD.passes)
+    ]
+
+
+@pytest.fixture(scope="module")
+def limit() -> list[float]:
+    return cached_shares(play(Server(CLIENTS[0], device_pages=9400, host_pages=1), LOAD))
+
+
+@pytest.mark.parametrize("machine", CLIENTS + SLOW_BUS)
+def test_the_cached_share_is_that_of_a_pool_that_holds_everything(
+    machine: Machine, limit: list[float]
+) -> None:
+    """Device and host hold 309,000 tokens, sessions come to 266,000, and requests in flight to 66,000."""
+    server = Server(machine, device_pages=1024, host_pages=3810)
+    done = play(server, LOAD)
+    assert len(done) == LOAD.passes * LOAD.rounds * LOAD.count
+    for found, best in zip(cached_shares(done), limit, strict=True):
+        assert found >= best - 0.002
+    assert server.cache.stats.evicted_lost == 0
+    server.cache.drain()
+    server.cache.tick()
+    server.cache.check()
+    assert server.device.available() + server.cache.tree.evictable_tokens == server.device.total

@@ -12,6 +12,7 @@ CLIENTS = [
     for latency in (0.008, 0.014)
     for spread, jitter in ((0.0004, 0.001), (0.0008, 0.003), (0.0015, 0.008))
 ]
+ALL_AT_ONCE = Machine(latency=0.004, spread=0.0002, jitter=0.003)
 SLOW_BUS = [
     Machine(latency=0.004, spread=0.0008, jitter=0.003, to_device=25e9, to_host=25e9),
     Machine(latency=0.03, spread=0.0002, jitter=0.0005, to_device=25e9, to_host=45e9, launch=0.04),
@@ -32,7 +33,7 @@ def limit() -> list[float]:
     return cached_shares(play(Server(CLIENTS[0], device_pages=9400, host_pages=1), LOAD))
 
 
-@pytest.mark.parametrize("machine", CLIENTS + SLOW_BUS)
+@pytest.mark.parametrize("machine", [*CLIENTS, ALL_AT_ONCE, *SLOW_BUS])
 def test_the_cached_share_is_that_of_a_pool_that_holds_everything(
     machine: Machine, limit: list[float]
 ) -> None:

@@ -265,6 +265,7 @@ def test_a_load_that_is_refused_while_another_waits_for_it_takes_that_one_along(
     to_host(rig, both)
     rig.cache.match(SCOPE, A)
     first = node_at(rig, A)
+    assert first.pages is not None
     rig.transfers.corrupt(int(first.pages[0]))
     put(rig, C)
     assert rig.cache.load(first) == len(A)

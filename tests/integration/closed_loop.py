@@ -199,7 +199,8 @@ class Server:
         return []
 
     def _admit(self) -> list[Request]:
-        cache, batch = self.cache, []
+        cache = self.cache
+        batch: list[Request] = []
         reserved = sum(len(r.output) - r.made for r in self.running)
         budget = 8192
         for request in list(self.queue):

@@ -7,12 +7,14 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 from rich.console import Console
 
 from benchmarks import four_way
+from benchmarks.multiturn_stats import Record
 from benchmarks.token_load import FIRST_ID, Load, check_exactness, run_load
 
 LOAD = Load(sessions=3, rounds=3, first=20, turn=5, output=2, concurrency=2, passes=2, vocabulary=50)
@@ -124,3 +126,23 @@ def test_the_table_shows_ratios_to_the_large_pool() -> None:
     with console.capture() as capture:
         console.print(four_way.table(results))
     assert "0.500" in capture.get() and "2.000" in capture.get()
+
+
+def test_results_are_shown_again_without_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(four_way, "version", lambda name: "0")
+    options, load = four_way.build_parser().parse_args([]), Load()
+    record = Record(1, 0, 2, 0.0, "x", first_s=0.2, end_s=0.5, ttft_s=0.2, gaps_s=[0.01, 0.01, 0.28])
+    record.prompt_tokens, record.cached_tokens, record.completion_tokens = 100, 50, 4
+    result: dict[str, Any] = {"name": "ext", "passes": [four_way.summary([record], 1)], "records": [record]}
+    result |= {"equal_to_first_pass": None, "exactness": None}
+    path = tmp_path / "results.json"
+    four_way.write_json(path, [result], options, load)
+    assert four_way.main(["--show", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "280.0" in told and "50.0" in told
+    path.write_text("[]")
+    assert four_way.main(["--show", str(path)]) == 2
+    assert "not a result of four_way" in capsys.readouterr().out
+    assert four_way.main(["--show", str(tmp_path / "none")]) == 2

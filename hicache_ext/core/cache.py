@@ -11,9 +11,8 @@ whether it is on its way; see ``core.remote_tier``.
 
 The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
 applied in ``tick`` and ``settle_loads``, as all ranks agree. Two calls wait for bytes instead, and apply
-what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. A backup always
-completes, so all ranks apply the same ones without talking to each other; ``evict`` settles loads too, where
-only copies of what they load can make room.
+what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. Both wait for every
+backup in flight, and a backup always completes, so all ranks apply the same without talking to each other.
 
 A load whose pages do not verify condemns them and everything below them: no lookup finds them again, and who
 already holds them (``Node.doubt``) must compute again.
@@ -21,7 +20,6 @@ already holds them (``Node.doubt``) must compute again.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,7 +174,7 @@ class Stats:
     """On the host, but sooner computed than loaded."""
     ticks: int = 0
     evict_waits: int = 0
-    """Copies in flight that evictions had to wait for."""
+    """Evictions that had to wait for copies in flight."""
     resets: int = 0
 
 
@@ -276,10 +274,6 @@ class TieredCache:
         self.tree.lock(node, Tier.HOST, above)
         self.tree.lock(above, Tier.DEVICE)
         slots = self._make_room(tokens, wait)
-        if slots is not None and node.doubt is not Doubt.NONE:
-            # A load that making room has waited for was refused.
-            self.device.free(slots)
-            slots = None
         if slots is not None:
             start = 0
             for member in nodes:
@@ -365,17 +359,15 @@ class TieredCache:
         while freed < tokens:
             victims = self._victims(tokens - freed) if len(put_off) < MOST_PUT_OFF else []
             if not victims:
-                # What is left is locked by copies in flight, or by requests; only the former will end.
                 if self.tickets.open[Kind.BACKUP]:
                     if not wait:
                         break
+                    # What is left is locked by copies in flight, or by requests; only the former will end.
                     self._settle_oldest_backup()
-                elif self._cover(force=tokens - freed):
-                    pass
-                elif put_off and copied:
+                elif self.tree.uncovered:
+                    self._cover(force=tokens - freed)
+                elif put_off:
                     copied = 0
-                elif wait and self.tickets.open[Kind.LOAD] and (put_off or self.tree.uncovered):
-                    self._settle_oldest_load()
                 else:
                     break
                 self._put_back(put_off)
@@ -384,7 +376,7 @@ class TieredCache:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
                 if self._to_be_copied(victim):
-                    if copied >= tokens or self._loads_make_room(victim):
+                    if copied >= tokens:
                         # What has a copy leaves first.
                         put_off.append(victim)
                         continue
@@ -626,21 +618,21 @@ class TieredCache:
         """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
         return self._lacks(node) > self.host_pages.free * self.config.page_size
 
-    def _cover(self, *, force: int = 0) -> bool:
+    def _cover(self, *, force: int = 0) -> None:
         """See to what was in use on the device without a host copy below it, while its continuation is on the
         host: once the host has room for it, or the device needs its room, it is copied down, whatever else
         must leave the host. Where there is no room at all, the continuation goes. ``force``: device tokens
-        that are needed. Returns whether anything was seen to."""
+        that are needed."""
         waiting, self.tree.uncovered = self.tree.uncovered, []
         nodes: list[Node] = []
         for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
             sound = node.doubt is Doubt.NONE
-            if sound and self._crowded(node) and self._cover_can_wait(waiting[number:], force > 0):
+            crowded = sound and force <= 0 and self._crowded(node)
+            if crowded and (self._at_ease(waiting[number:]) or self._crowded_by_others(node, leaving=True)):
                 self.tree.uncovered += waiting[number:]
-                self._submit_backup(nodes)
-                return number > 0
+                break
             if sound:
                 force -= self._stuck([node])
                 nodes += self._reserve_host(node, admit=True, leaving=True)
@@ -649,28 +641,14 @@ class TieredCache:
                     if member.host is READY:
                         self._drop_host(member)
         self._submit_backup(nodes)
-        return bool(waiting)
-
-    def _cover_can_wait(self, waiting: list[Node], urgent: bool) -> bool:
-        """Whether the first of ``waiting`` need not be covered now, for which a full host has no room."""
-        if urgent:
-            return self._loads_make_room(waiting[0])
-        return self._at_ease(waiting) or self._crowded_by_others(waiting[0], leaving=True)
 
     def _can_wait(self, node: Node) -> bool:
         """Whether new pages, for which a full host has no room, may go without a copy for now: as long as the
         device has room for them, or something else could give up its copy when it has none."""
         if self._at_ease([node, *self._dirty, *self.tree.uncovered]):
             return True
-        if not self._crowded_by_others(node) or self.remote is not None:
-            # Stores would get them late.
-            return False
-        return len(self.tree.duplicates) > 0 or bool(self.tickets.open[Kind.LOAD])
-
-    def _loads_make_room(self, node: Node) -> bool:
-        """Whether the host has no room for what is about to leave the device, but will have once loads in
-        flight have come: what they load is in both tiers then."""
-        return bool(self.tickets.open[Kind.LOAD]) and self._crowded_by_others(node, leaving=True)
+        # Stores would get them late.
+        return self._crowded_by_others(node) and self.remote is None and len(self.tree.duplicates) > 0
 
     def _crowded_by_others(self, node: Node, *, leaving: bool = False) -> bool:
         """Whether the host has no room for ``node``, when copies of what stays on the device have left it."""
@@ -696,8 +674,7 @@ class TieredCache:
             return False
         free, evictable = self.device.available(), self.tree.evictable_tokens
         total = free + evictable + self.tree.protected_tokens
-        spare = free + evictable - self.config.ease * total
-        return spare >= 0 and self._stuck(waiting, spare) <= spare
+        return free + evictable - self._stuck(waiting) >= self.config.ease * total
 
     def _to_be_copied(self, node: Node) -> bool:
         """Whether ``node`` should have a copy before it leaves the device, and that is soon made."""
@@ -706,23 +683,16 @@ class TieredCache:
             return False
         return self._lacks(node) <= MOST_COPIED
 
-    def _stuck(self, waiting: list[Node], most: float = math.inf) -> int:
-        """Unlocked device tokens on the paths to ``waiting``, which have not been copied down; what is beyond
-        ``most`` need not be counted."""
+    def _stuck(self, waiting: list[Node]) -> int:
+        """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""
         seen: set[int] = set()
         tokens = 0
         for node in waiting:
             if node.parent is None or node.device is ABSENT or node.host is not ABSENT:
                 continue
-            member: Node | None = node
-            while member is not None and member.parent is not None and not member.device_locks:
-                if member.id in seen:
-                    break
+            for member in takewhile(lambda n: not n.device_locks and n.id not in seen, self.tree.path(node)):
                 seen.add(member.id)
                 tokens += len(member)
-                member = member.parent
-            if tokens > most:
-                break
         return tokens
 
     def _reserve_host(
@@ -786,11 +756,6 @@ class TieredCache:
     def _settle_oldest_backup(self) -> None:
         self.stats.evict_waits += 1
         self._settle_backups(self._applied[Kind.BACKUP] + 1)
-
-    def _settle_oldest_load(self) -> None:
-        self.stats.evict_waits += 1
-        self.start_loads()
-        self.settle_loads(self._applied[Kind.LOAD] + 1)
 
     def _settle_backups(self, upto: int) -> None:
         """Wait for backups and apply them here and now; every rank does so in the same call."""

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from benchmarks.token_load import Load
 from hicache_ext.core.cache import CacheConfig, LoadJob, TieredCache
 from hicache_ext.core.header import Labels
 from hicache_ext.core.page import PrefixScope
@@ -44,19 +45,6 @@ class Machine:
     """Between an answer and its client's next request, and ``spread`` more for each that ended with it."""
     spread: float = 0.0008
     jitter: float = 0.002
-
-
-@dataclass(frozen=True)
-class Sessions:
-    """The load: ``passes`` times the same sessions, whose rounds come one after the other."""
-
-    count: int = 64
-    rounds: int = 5
-    first: int = 2000
-    turn: int = 500
-    output: int = 32
-    in_flight: int = 16
-    passes: int = 2
 
 
 class Clock:
@@ -115,7 +103,6 @@ class TimedTransfers:
 @dataclass
 class Request:
     rid: str
-    session: int
     round: int
     pass_: int
     tokens: np.ndarray
@@ -282,14 +269,15 @@ class Server:
         self.cache.unlock(request.node)
 
 
-def play(server: Server, load: Sessions, seed: int = 1) -> list[Request]:
+def play(server: Server, load: Load, seed: int = 1) -> list[Request]:
     """All requests, in the order of their ends."""
     rng = random.Random(seed)
     fill = np.random.default_rng(seed)
-    length = load.first + (load.rounds - 1) * (load.turn + load.output) + load.output
-    texts = [fill.integers(0, 1 << 30, length) for _ in range(load.count)]
+    texts = [fill.integers(0, 1 << 30, load.longest) for _ in range(load.sessions)]
     machine, clock = server.machine, server.clock
-    todo = deque((p, r, s) for p in range(load.passes) for r in range(load.rounds) for s in range(load.count))
+    todo = deque(
+        (p, r, s) for p in range(load.passes) for r in range(load.rounds) for s in range(load.sessions)
+    )
     arriving: list[Request] = []
     done: list[Request] = []
     open_ = 0
@@ -302,12 +290,10 @@ def play(server: Server, load: Sessions, seed: int = 1) -> list[Request]:
         size = load.first + round_ * (load.turn + load.output)
         text = texts[session]
         rid = f"{pass_}.{round_}.{session}"
-        arriving.append(
-            Request(rid, session, round_, pass_, text[:size], when, text[size : size + load.output])
-        )
+        arriving.append(Request(rid, round_, pass_, text[:size], when, text[size : size + load.output]))
         open_ += 1
 
-    for number in range(load.in_flight):
+    for number in range(load.concurrency):
         send(machine.spread * number)
     while open_:
         arriving.sort(key=lambda r: r.arrives)

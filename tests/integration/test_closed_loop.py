@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.closed_loop import Machine, Request, Server, Sessions, play
+from benchmarks.token_load import Load
+from tests.integration.closed_loop import Machine, Request, Server, play
 
-LOAD = Sessions()
+LOAD = Load()
 MAY_LOSE = 0.025
 """Of the prompt tokens: a full host drops only copies while loads in flight hold theirs."""
 CLIENTS = [
@@ -42,7 +43,7 @@ def test_the_cached_share_is_close_to_that_of_a_pool_that_holds_everything(
     """Device and host hold 309,000 tokens, sessions come to 266,000, and requests in flight to 66,000."""
     server = Server(machine, device_pages=1024, host_pages=3810)
     done = play(server, LOAD)
-    assert len(done) == LOAD.passes * LOAD.rounds * LOAD.count
+    assert len(done) == LOAD.requests
     for found, best in zip(cached_shares(done), limit, strict=True):
         assert found >= best - MAY_LOSE
     assert server.cache.stats.evicted_lost == 0

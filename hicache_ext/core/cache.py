@@ -11,8 +11,9 @@ whether it is on its way; see ``core.remote_tier``.
 
 The scheduler thread owns all state. Bytes move behind the ``Transfers`` interface; what they achieved is
 applied in ``tick`` and ``settle_loads``, as all ranks agree. Two calls wait for bytes instead, and apply
-what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. Both wait for every
-backup in flight, and a backup always completes, so all ranks apply the same without talking to each other.
+what they waited for: ``evict``, when it cannot free enough otherwise, and ``reset``. A backup always
+completes, so all ranks apply the same ones without talking to each other; ``evict`` settles loads too, where
+only copies of what they load can make room.
 
 A load whose pages do not verify condemns them and everything below them: no lookup finds them again, and who
 already holds them (``Node.doubt``) must compute again.
@@ -20,6 +21,7 @@ already holds them (``Node.doubt``) must compute again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,7 +176,7 @@ class Stats:
     """On the host, but sooner computed than loaded."""
     ticks: int = 0
     evict_waits: int = 0
-    """Evictions that had to wait for copies in flight."""
+    """Copies in flight that evictions had to wait for."""
     resets: int = 0
 
 
@@ -274,8 +276,14 @@ class TieredCache:
         self.tree.lock(node, Tier.HOST, above)
         self.tree.lock(above, Tier.DEVICE)
         slots = self._make_room(tokens, wait)
+        if slots is not None and node.doubt is not Doubt.NONE:
+            # A load that making room has waited for was refused.
+            self.device.free(slots)
+            slots = None
         if slots is not None:
             start = 0
+            # What came from a store meanwhile may have cut them.
+            nodes = self.host_only(node)
             for member in nodes:
                 self.tree.set_device(member, PENDING, self.tree.own(slots[start : start + len(member)]))
                 start += len(member)
@@ -354,20 +362,26 @@ class TieredCache:
         freed = 0
         # Copies in flight will free something soon; more of them than needed would cost others theirs.
         copied = tokens if self.tickets.open[Kind.BACKUP] else 0
+        # What was freed when the latest copies were begun; where they lead to nothing, it goes on without.
+        progress, lose = -1, False
         runs: list[Slots] = []
         put_off: list[Node] = []
         while freed < tokens:
             victims = self._victims(tokens - freed) if len(put_off) < MOST_PUT_OFF else []
             if not victims:
+                # What is left is locked by copies in flight, or by requests; only the former will end.
                 if self.tickets.open[Kind.BACKUP]:
                     if not wait:
                         break
-                    # What is left is locked by copies in flight, or by requests; only the former will end.
                     self._settle_oldest_backup()
-                elif self.tree.uncovered:
-                    self._cover(force=tokens - freed)
-                elif put_off:
-                    copied = 0
+                elif self._cover(force=tokens - freed):
+                    pass
+                elif put_off and copied:
+                    lose = freed == progress
+                    progress, copied = freed, 0
+                elif wait and self.tickets.open[Kind.LOAD] and (put_off or self.tree.uncovered):
+                    self._settle_oldest_load()
+                    progress = -1
                 else:
                     break
                 self._put_back(put_off)
@@ -375,17 +389,13 @@ class TieredCache:
             if self.config.write_policy is WritePolicy.WRITE_BACK:
                 self._write_back([v for v in victims if v.host is ABSENT and v.doubt is Doubt.NONE])
             for victim in victims:
-                if self._to_be_copied(victim):
-                    if copied >= tokens:
+                if self._to_be_copied(victim) and not lose:
+                    if copied >= tokens or self._loads_make_room(victim):
                         # What has a copy leaves first.
                         put_off.append(victim)
                         continue
-                    # It leaves when it has been copied, and what is above it can follow.
-                    stuck = self._stuck([victim])
-                    self._submit_backup(self._reserve_host(victim, leaving=True))
-                    if victim.device_locks:
-                        copied += stuck
-                if victim.device_locks == 0:
+                    copied += self._copy_first(victim)
+                if not victim.device_locks:
                     freed += len(victim)
                     runs.append(self._drop_device(victim))
         self._put_back(put_off)
@@ -618,21 +628,21 @@ class TieredCache:
         """Whether the host has no room for ``node``, with what it lacks above, unless something leaves it."""
         return self._lacks(node) > self.host_pages.free * self.config.page_size
 
-    def _cover(self, *, force: int = 0) -> None:
+    def _cover(self, *, force: int = 0) -> bool:
         """See to what was in use on the device without a host copy below it, while its continuation is on the
         host: once the host has room for it, or the device needs its room, it is copied down, whatever else
         must leave the host. Where there is no room at all, the continuation goes. ``force``: device tokens
-        that are needed."""
+        that are needed. Returns whether anything was seen to."""
         waiting, self.tree.uncovered = self.tree.uncovered, []
         nodes: list[Node] = []
         for number, node in enumerate(waiting):
             if node.parent is None or node.device_locks or node.host is not ABSENT or not node.host_children:
                 continue
             sound = node.doubt is Doubt.NONE
-            crowded = sound and force <= 0 and self._crowded(node)
-            if crowded and (self._at_ease(waiting[number:]) or self._crowded_by_others(node, leaving=True)):
+            if sound and self._crowded(node) and self._cover_can_wait(waiting[number:], force > 0):
                 self.tree.uncovered += waiting[number:]
-                break
+                self._submit_backup(nodes)
+                return number > 0
             if sound:
                 force -= self._stuck([node])
                 nodes += self._reserve_host(node, admit=True, leaving=True)
@@ -641,21 +651,35 @@ class TieredCache:
                     if member.host is READY:
                         self._drop_host(member)
         self._submit_backup(nodes)
+        return bool(waiting)
+
+    def _cover_can_wait(self, waiting: list[Node], urgent: bool) -> bool:
+        """Whether the first of ``waiting`` need not be covered now, for which a full host has no room."""
+        if urgent:
+            return self._loads_make_room(waiting[0])
+        return self._at_ease(waiting) or not self._copies_make_room(waiting[0], leaving=True)
 
     def _can_wait(self, node: Node) -> bool:
         """Whether new pages, for which a full host has no room, may go without a copy for now: as long as the
         device has room for them, or something else could give up its copy when it has none."""
         if self._at_ease([node, *self._dirty, *self.tree.uncovered]):
             return True
-        # Stores would get them late.
-        return self._crowded_by_others(node) and self.remote is None and len(self.tree.duplicates) > 0
+        if self._copies_make_room(node) or self.remote is not None:
+            # Stores would get them late.
+            return False
+        return len(self.tree.duplicates) > 0 or bool(self.tickets.open[Kind.LOAD])
 
-    def _crowded_by_others(self, node: Node, *, leaving: bool = False) -> bool:
-        """Whether the host has no room for ``node``, when copies of what stays on the device have left it."""
-        count = self._lacks(node) // self.config.page_size
-        with self._kept_above(self._missing(node)):
-            self.evict_host(count - self.host_pages.free, leaving=leaving, copies_only=True)
-        return count > self.host_pages.free
+    def _loads_make_room(self, node: Node) -> bool:
+        """Whether the host has no room for what is about to leave the device, but will have once loads in
+        flight have come: what they load is in both tiers then."""
+        return bool(self.tickets.open[Kind.LOAD]) and not self._copies_make_room(node, leaving=True)
+
+    def _copies_make_room(self, node: Node, *, leaving: bool = False) -> bool:
+        """Whether the host has room for ``node``, with what it lacks above, once copies of what stays on the
+        device have left it; nothing leaves it yet. See ``evict_host`` for ``leaving``."""
+        needed = self._lacks(node) - self.host_pages.free * self.config.page_size
+        # A copy of it is of no use without the host pages above it.
+        return self.tree.copies(needed, leaving=leaving, above=node) >= needed
 
     @contextmanager
     def _kept_above(self, chain: list[Node]) -> Iterator[None]:
@@ -674,7 +698,8 @@ class TieredCache:
             return False
         free, evictable = self.device.available(), self.tree.evictable_tokens
         total = free + evictable + self.tree.protected_tokens
-        return free + evictable - self._stuck(waiting) >= self.config.ease * total
+        spare = free + evictable - self.config.ease * total
+        return spare >= 0 and self._stuck(waiting, spare) <= spare
 
     def _to_be_copied(self, node: Node) -> bool:
         """Whether ``node`` should have a copy before it leaves the device, and that is soon made."""
@@ -683,16 +708,30 @@ class TieredCache:
             return False
         return self._lacks(node) <= MOST_COPIED
 
-    def _stuck(self, waiting: list[Node]) -> int:
-        """Unlocked device tokens on the paths to ``waiting``, which have not been copied down."""
+    def _copy_first(self, victim: Node) -> int:
+        """Start copying down what is about to leave the device; returns how many tokens can leave after it,
+        with what is above it."""
+        stuck = self._stuck([victim])
+        self._submit_backup(self._reserve_host(victim, leaving=True))
+        return stuck if victim.device_locks else 0
+
+    def _stuck(self, waiting: list[Node], most: float = math.inf) -> int:
+        """Unlocked device tokens on the paths to ``waiting``, which have not been copied down; what is beyond
+        ``most`` need not be counted."""
         seen: set[int] = set()
         tokens = 0
         for node in waiting:
             if node.parent is None or node.device is ABSENT or node.host is not ABSENT:
                 continue
-            for member in takewhile(lambda n: not n.device_locks and n.id not in seen, self.tree.path(node)):
+            member: Node | None = node
+            while member is not None and member.parent is not None and not member.device_locks:
+                if member.id in seen:
+                    break
                 seen.add(member.id)
                 tokens += len(member)
+                member = member.parent
+            if tokens > most:
+                break
         return tokens
 
     def _reserve_host(
@@ -757,11 +796,15 @@ class TieredCache:
         self.stats.evict_waits += 1
         self._settle_backups(self._applied[Kind.BACKUP] + 1)
 
+    def _settle_oldest_load(self) -> None:
+        self.stats.evict_waits += 1
+        self.start_loads()
+        self.settle_loads(self._applied[Kind.LOAD] + 1)
+
     def _settle_backups(self, upto: int) -> None:
         """Wait for backups and apply them here and now; every rank does so in the same call."""
         self.transfers.wait_backups(upto)
         self._apply_backups(upto)
-        self._cover()
 
     def _apply_agreed(self, limit: int) -> int:
         """Returns the highest epoch that is known to any server that shares a store."""

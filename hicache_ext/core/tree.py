@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -423,6 +423,30 @@ class TieredRadixTree:
     def put_back(self, node: Node, tier: Tier) -> None:
         """A popped candidate of ``tier`` is not evicted after all."""
         self._reconsider(node, tier)
+
+    def copies(self, most: int, *, leaving: bool, above: Node) -> int:
+        """Tokens on the host that could leave it, because the device has them: of what is in use, and with
+        ``leaving`` of the rest. Without those above ``above``; does not count on beyond ``most``."""
+        tokens = 0
+        kept = {node.id for node in self.path(above)}
+        children: dict[int, int] = {}
+        for node in chain(self.in_use, self.duplicates if leaving else ()):
+            member: Node | None = node
+            while member is not None and tokens < most and member.id not in kept:
+                tokens += len(member)
+                member = self._next_duplicate(member, children) if not node.uses else None
+            if tokens >= most:
+                break
+        return tokens
+
+    def _next_duplicate(self, node: Node, children: dict[int, int]) -> Node | None:
+        """The parent of a copy that leaves the host, if it can leave next: it is the last of its children
+        that does. ``children`` counts them by node id."""
+        parent = node.parent
+        assert parent is not None
+        children[parent.id] = gone = children.get(parent.id, 0) + 1
+        free = gone == parent.host_children and not parent.uses and parent.device is READY
+        return parent if free and self._is_free_on_host(parent) and parent is not self.root else None
 
     # The waiting queue
 

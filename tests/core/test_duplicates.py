@@ -209,7 +209,7 @@ def test_an_eviction_waits_for_the_first_of_many_copies_only(monkeypatch: pytest
 
 
 def test_copies_that_do_not_suffice_cost_nothing_its_only_copy() -> None:
-    """New pages, of which the device has room for more, wait; the copies that left the host for them did."""
+    """New pages, of which the device has room for more, wait, and no copy leaves the host for them."""
     rig = make_rig(device_pages=12, host_pages=5)
     to_host(rig, A)
     to_host(rig, B)
@@ -222,10 +222,58 @@ def test_copies_that_do_not_suffice_cost_nothing_its_only_copy() -> None:
     put(rig, C)
     settle(rig)
     assert [found(rig, tokens) for tokens in (A, B, C, D)] == [len(A), len(B), len(C), PAGE]
-    assert node_at(rig, C).host is ABSENT and held.host is ABSENT
+    assert node_at(rig, C).host is ABSENT and held.host is READY
     rig.cache.unlock(held)
     rig.cache.evict(len(B))
     assert [found(rig, tokens) for tokens in (A, B, C, D)] == [len(A), len(B), len(C), PAGE]
+
+
+def loading() -> Rig:
+    """A on the host only, B on its way from there, C on the device only; host and device are full."""
+    rig = make_rig(device_pages=4, host_pages=4)
+    to_host(rig, A)
+    to_host(rig, B)
+    put(rig, C)
+    rig.cache.load(node_at(rig, B))
+    rig.cache.start_loads()
+    return rig
+
+
+def all_found(rig: Rig) -> bool:
+    return [found(rig, tokens) for tokens in (A, B, C)] == [len(A), len(B), len(C)]
+
+
+def test_new_pages_wait_for_the_room_that_loads_in_flight_will_leave() -> None:
+    rig = loading()
+    rig.cache.flush_backups()
+    assert not rig.transfers.backup_jobs and all_found(rig)
+    settle(rig)
+    assert all_found(rig)
+
+
+def test_evictions_wait_for_the_room_that_loads_in_flight_will_leave() -> None:
+    rig = loading()
+    assert rig.cache.evict(len(C), wait=False) == 0 and rig.cache.stats.evict_waits == 0
+    assert rig.cache.evict(len(C)) == len(C)
+    assert rig.cache.stats.evict_waits > 0 and rig.cache.stats.evicted_lost == 0
+    assert all_found(rig)
+
+
+def test_a_load_that_is_refused_while_another_waits_for_it_takes_that_one_along() -> None:
+    rig = make_rig(device_pages=4, host_pages=4)
+    both = np.concatenate([A, B])
+    to_host(rig, both)
+    rig.cache.match(SCOPE, A)
+    first = node_at(rig, A)
+    assert first.pages is not None
+    rig.transfers.corrupt(int(first.pages[0]))
+    put(rig, C)
+    assert rig.cache.load(first) == len(A)
+    assert rig.cache.load(node_at(rig, both)) == 0
+    assert found(rig, A) == 0 and rig.cache.stats.refused == len(A)
+    settle(rig)
+    rig.cache.evict(rig.device.total)
+    assert_idle(rig)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -132,6 +132,14 @@ class CacheMachine(RuleBasedStateMachine):
                 self.finish(publish=True)
             self.step()
 
+    @rule(leaving=st.booleans())
+    def give_up_copies(self, leaving: bool) -> None:
+        """All that could leave the host is what then does."""
+        cache = self.rig.cache
+        copies = cache.tree.copies(1 << 30, leaving=leaving, above=cache.tree.root)
+        freed = cache.evict_host(1 << 30, leaving=leaving, copies_only=True)
+        assert freed * self.page == copies
+
     @precondition(lambda self: self.queued)
     @rule()
     def leave_queue(self) -> None:

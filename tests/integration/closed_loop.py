@@ -106,8 +106,8 @@ class Request:
     round: int
     pass_: int
     tokens: np.ndarray
-    arrives: float
     output: np.ndarray
+    arrives: float = 0.0
     made: int = 0
     node: Node | None = None
     cached: int = 0
@@ -139,6 +139,7 @@ class Server:
         self.early = EarlyLoads(self.cache, self.speeds, self.device.total)  # type: ignore[arg-type]
         self.queue: list[Request] = []
         self.running: list[Request] = []
+        self.idle_steps = 0
 
     def receive(self, request: Request) -> None:
         self.cache.want(request.rid, SCOPE, request.tokens[:-1])
@@ -151,6 +152,10 @@ class Server:
         self.speeds.agreed = replace(self.speeds.agreed, clock=clock.now)
         cache.tick()
         self.early.step([r.rid for r in self.queue], len(self.running))
+        self.idle_steps = 0 if self.running else self.idle_steps + 1
+        if self.idle_steps > 1:
+            for request in self.queue:
+                self.early.forget(request.rid)
         batch = self._admit()
         load = cache.start_loads()
         if batch:
@@ -188,7 +193,7 @@ class Server:
     def _admit(self) -> list[Request]:
         cache = self.cache
         batch: list[Request] = []
-        reserved = sum(len(r.output) - r.made for r in self.running)
+        reserved = sum(len(r.output) - r.made + self.page for r in self.running)
         budget = 8192
         for request in list(self.queue):
             if self.early.holds(request.rid):
@@ -269,42 +274,57 @@ class Server:
         self.cache.unlock(request.node)
 
 
-def play(server: Server, load: Load, seed: int = 1) -> list[Request]:
-    """All requests, in the order of their ends."""
-    rng = random.Random(seed)
+def turns(load: Load, seed: int = 1) -> list[Request]:
+    """The requests of a multi-turn load, in the order in which they are sent."""
     fill = np.random.default_rng(seed)
     texts = [fill.integers(0, 1 << 30, load.longest) for _ in range(load.sessions)]
+    requests = []
+    for pass_ in range(load.passes):
+        for round_ in range(load.rounds):
+            size = load.first + round_ * (load.turn + load.output)
+            for session, text in enumerate(texts):
+                rid = f"{pass_}.{round_}.{session}"
+                requests.append(Request(rid, round_, pass_, text[:size], text[size : size + load.output]))
+    return requests
+
+
+def churn(count: int, seed: int = 1, prefixes: int = 24) -> list[Request]:
+    """Short requests that share a few prefixes, of tests/server/test_churn.py's sizes."""
+    rng, fill = random.Random(seed), np.random.default_rng(seed)
+    texts = [fill.integers(0, 1 << 30, 330) for _ in range(prefixes)]
+    requests = []
+    for number in range(count):
+        start = rng.choice(texts)[: rng.choice([96, 200, 330])]
+        own, output = (fill.integers(0, 1 << 30, size) for size in (rng.choice([0, 25, 50]), 3))
+        if rng.random() < 0.1:
+            output = fill.integers(0, 1 << 30, 40)
+        requests.append(Request(str(number), 0, 0, np.concatenate([start, own]), output))
+    return requests
+
+
+def play(server: Server, requests: Sequence[Request], concurrency: int, seed: int = 1) -> list[Request]:
+    """All requests, in the order of their ends; so many clients send the next one each when one has ended."""
+    rng = random.Random(seed)
     machine, clock = server.machine, server.clock
-    todo = deque(
-        (p, r, s) for p in range(load.passes) for r in range(load.rounds) for s in range(load.sessions)
-    )
+    todo = deque(requests)
     arriving: list[Request] = []
     done: list[Request] = []
-    open_ = 0
 
     def send(when: float) -> None:
-        nonlocal open_
-        if not todo:
-            return
-        pass_, round_, session = todo.popleft()
-        size = load.first + round_ * (load.turn + load.output)
-        text = texts[session]
-        rid = f"{pass_}.{round_}.{session}"
-        arriving.append(Request(rid, round_, pass_, text[:size], when, text[size : size + load.output]))
-        open_ += 1
+        if todo:
+            arriving.append(todo.popleft())
+            arriving[-1].arrives = when
 
-    for number in range(load.concurrency):
+    for number in range(concurrency):
         send(machine.spread * number)
-    while open_:
+    while len(done) < len(requests):
         arriving.sort(key=lambda r: r.arrives)
         while arriving and arriving[0].arrives <= clock.now:
             server.receive(arriving.pop(0))
-        if not server.queue and not server.running and arriving:
+        if not server.queue and not server.running:
             clock.now = max(clock.now, arriving[0].arrives)
             continue
-        ended = server.step()
-        for number, request in enumerate(ended):
-            open_ -= 1
+        for number, request in enumerate(server.step()):
             done.append(request)
             send(clock.now + machine.latency + machine.spread * number + machine.jitter * rng.random())
     return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hicache_ext.core.policy import Rank
@@ -32,6 +32,10 @@ class EvictionIndex:
 
     def __contains__(self, node: Node) -> bool:
         return node.id in self._members
+
+    def __iter__(self) -> Iterator[Node]:
+        """The candidates, in no order of rank."""
+        return iter(self._members.values())
 
     def add(self, node: Node) -> None:
         self._members[node.id] = node

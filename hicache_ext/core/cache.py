@@ -380,7 +380,7 @@ class TieredCache:
                     lose = freed == progress
                     progress, copied = freed, 0
                 elif wait and self.tickets.open[Kind.LOAD] and (put_off or self.tree.uncovered):
-                    self._settle_oldest_load()
+                    freed += self._settle_oldest_load()
                     progress = -1
                 else:
                     break
@@ -796,10 +796,13 @@ class TieredCache:
         self.stats.evict_waits += 1
         self._settle_backups(self._applied[Kind.BACKUP] + 1)
 
-    def _settle_oldest_load(self) -> None:
+    def _settle_oldest_load(self) -> int:
+        """Returns device tokens that were freed: of what a refused load has condemned."""
         self.stats.evict_waits += 1
+        before = self.device.available()
         self.start_loads()
         self.settle_loads(self._applied[Kind.LOAD] + 1)
+        return self.device.available() - before
 
     def _settle_backups(self, upto: int) -> None:
         """Wait for backups and apply them here and now; every rank does so in the same call."""
